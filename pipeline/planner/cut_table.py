@@ -38,6 +38,11 @@ class CutTable:
     least_s: float = 0.0
 
     @property
+    def cells(self) -> int:
+        """The number of elements of its arrays, about."""
+        return 3 * sum(each.size for each in self.rank_s)
+
+    @property
     def step_s(self) -> float:
         """The lower bound of a step for all cuts and schedules; infinite if no cut fits the memory."""
         pipeline_s = max(self.least_s, float(self._rest(self.marked_s is not None)[0][0]))

@@ -16,6 +16,7 @@ from weft.pipeline.planner.cut_ranks import ROUNDED_UP, Rank, Way, largest, leve
 from weft.pipeline.planner.cut_table import CutTable
 from weft.pipeline.planner.estimates import FIELDS, Estimates, memory_key
 from weft.pipeline.planner.layout import Layout, Shape
+from weft.pipeline.planner.memo import SMALL
 from weft.pipeline.planner.routes import Route
 from weft.pipeline.workload import LayerWork
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-MOST_ARRAYS = 40
-"""Arrays by layer ranges of each rank that the tables of a route have, about."""
 TIGHT = 1.001
 """Levels are left out where they would make a bound longer by less."""
 
@@ -58,10 +57,11 @@ class Cuts:
         )
         hops = tuple(tuple(self._hop_s(layout, *pair) for pair in pairwise(way.sites)) for way in ways)
         of_route = self._max_memory, kinds, hops, layout.arrangement, layout.microbatches
-        size = len(self._work.layers) - layout.num_stages + 1
-        cells = MOST_ARRAYS * layout.num_stages * size * size
         key = ("table", *of_route, *memory_key(layout))
-        return self._memo.of(key, lambda: self._tables(layout, ways), cells)
+        if (found := self._memo.get(key)) is None:
+            found = self._tables(layout, ways)
+            self._memo.add(key, found, SMALL + sum(table.cells for table in found))
+        return found
 
     def _tables(self, layout: Layout, ways: list[Layout]) -> list[CutTable]:
         """Return one table of all cuts if memory hardly tightens its bound, else several by the memory for activations.
