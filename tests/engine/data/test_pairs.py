@@ -9,7 +9,6 @@ import pytest
 from datasets import Dataset
 from tokenizers import processors
 from transformers import LlamaConfig, LlamaForCausalLM
-from trl import DPOConfig, DPOTrainer
 
 from weft.conf.schema import DataConfig, DataKind
 from weft.engine.data import build_loader, check_source, unused_lines
@@ -45,6 +44,8 @@ ROWS = {
 
 
 def by_trl(row, folder):
+    from trl import DPOConfig, DPOTrainer  # takes two seconds, which processes that only collect tests would spend, too
+
     config = LlamaConfig(vocab_size=400, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     arguments = DPOConfig(output_dir=str(folder), max_length=LIMIT, use_cpu=True, report_to=[], bf16=False)
     models = [LlamaForCausalLM(config) for _ in range(2)]
