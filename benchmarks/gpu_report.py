@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tarfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -168,7 +170,7 @@ def _run(item: Item, out: Path, limit_s: float, num_gpus: int, env: Mapping[str,
     start = perf_counter()
     with (out / f"{item.name}.txt").open("w") as file:
         try:
-            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True)
         except FileNotFoundError:
             return f"left out: there is no {command[0]} here", None
         try:
@@ -181,12 +183,13 @@ def _run(item: Item, out: Path, limit_s: float, num_gpus: int, env: Mapping[str,
 
 
 def _end(process: subprocess.Popen) -> None:
+    """End a program with all its processes, which would take time from the next one."""
     process.terminate()
-    try:
+    with suppress(subprocess.TimeoutExpired):
         process.wait(LEAVE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _report(results: Sequence[tuple[Item, str, int | None]], out: Path, num_gpus: int) -> list[str]:

@@ -9,12 +9,14 @@ from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks import gpu_report
 from benchmarks.gpu_report import Item, write_report
 from tests.interpreter import python
 from tests.tools.test_docs import overrides_of, parsing_only  # noqa: F401  # a fixture
+from tests.waiting import until
 from weft.conf.checks import check
 from weft.conf.compose import compose
 from weft.tools import cli
@@ -42,10 +44,10 @@ def test_every_item_is_accounted_for(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("\n") == len(made) + 1
 
 
-def test_an_item_beyond_its_limit_is_terminated_and_then_killed(tmp_path, monkeypatch):
-    terminated = Item(
-        "terminated", "that it ends", ("sh", "-c", "trap 'echo got SIGTERM' TERM; while :; do sleep 0.1; done"), 0, 3.0
-    )
+def test_an_item_beyond_its_limit_is_terminated_and_then_killed_with_its_processes(tmp_path, monkeypatch):
+    script = "sleep 600 & echo $! > child; trap 'echo got SIGTERM' TERM; while :; do sleep 0.1; done"
+    terminated = Item("terminated", "that it ends", ("sh", "-c", script), 0, 3.0)
+    monkeypatch.chdir(tmp_path)
     after = Item("after", "that it is started all the same", ("true",), 0)
     monkeypatch.setattr(gpu_report, "items", lambda out, **_: (terminated, after))
     monkeypatch.setattr(gpu_report, "LEAVE_S", 1.0)
@@ -53,6 +55,8 @@ def test_an_item_beyond_its_limit_is_terminated_and_then_killed(tmp_path, monkey
     text = (tmp_path / "report.md").read_text()
     assert "| terminated | that it ends | FAILED: had not ended after 3 s" in text and "got SIGTERM" in text
     assert "| after | that it is started all the same | passed after" in text
+    child = int((tmp_path / "child").read_text())
+    until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE, 10)
 
 
 def test_items_without_time_are_left_out_and_results_are_written_before_the_next(tmp_path, monkeypatch):
