@@ -7,6 +7,7 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from math import ceil
@@ -74,13 +75,14 @@ class MemoryCheckpoints:
         token: str,
         share: float,
         whole: Callable[[int], object],
+        watching: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Store the settings. Use `open` instead.
 
         Args:
             group: process group of all ranks on CPU tensors, which nothing else uses.
             lineage, token: see `Commit`.
-            share, whole: see `open`.
+            share, whole, watching: see `open`.
         """
         self.memory, self.hosts, self.group = memory, hosts, group
         self.stalled_s = 0.0
@@ -89,7 +91,7 @@ class MemoryCheckpoints:
         """Number of memory checkpoints of this attempt that were completed on all hosts."""
         self._engine, self._portion = engine, portion
         self._lineage, self._token = lineage, token
-        self._share, self._whole = share, whole
+        self._share, self._whole, self._watching = share, whole, watching
         self._held = fragments(engine)
         self._slots: dict[tuple[int, int], Slot] = {}
         self._last = 1  # index of the last complete checkpoint, so that the first one uses index 0
@@ -112,6 +114,7 @@ class MemoryCheckpoints:
         timeout_s: float,
         share: float = 1.0,
         whole: Callable[[int], object] = lambda step: None,
+        watching: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> MemoryCheckpoints:
         """Create the memory checkpoints of a job, after a check that they fit into each host's memory. Collective call.
 
@@ -120,6 +123,7 @@ class MemoryCheckpoints:
             timeout_s: seconds after which a rank that does not answer counts as lost.
             share: maximum share of the time that slow copies may take.
             whole: called, on a thread, with the step of each memory checkpoint that is complete on all hosts.
+            watching: the context of waits for other ranks, see `Neighbours.watching`.
 
         Raises:
             CheckpointError: on every rank: a host has too little memory for two memory checkpoints.
@@ -137,7 +141,18 @@ class MemoryCheckpoints:
         told = ranks.gather((last, secrets.token_hex(8)))
         lineage, token = 1 + max(number for number, _ in told), told[0][1]
         group = dist.new_group(backend=in_host_memory(dist.get_backend()), timeout=timedelta(seconds=timeout_s))
-        return cls(engine, memory, hosts, portion, group, lineage=lineage, token=token, share=share, whole=whole)
+        return cls(
+            engine,
+            memory,
+            hosts,
+            portion,
+            group,
+            lineage=lineage,
+            token=token,
+            share=share,
+            whole=whole,
+            watching=watching,
+        )
 
     # -- between steps ---------------------------------------------------------------------------
 
@@ -187,7 +202,8 @@ class MemoryCheckpoints:
         work, self._work = self._work, None
         if work is None:
             return
-        self._not_before, is_whole = work.result()
+        with self._watching():
+            self._not_before, is_whole = work.result()
         if is_whole:
             self._last = 1 - self._last
             self.num_whole += 1
@@ -309,7 +325,13 @@ def attach_memory(engine: WeftEngine, memory: HostMemory, *, share: float = 1.0)
     """
     sites = [engine.layout.position(rank).site for rank in range(engine.layout.world_size)]
     checkpoints = MemoryCheckpoints.open(
-        engine, memory, sites=sites, timeout_s=engine.weft.comm.timeout_s, share=share, whole=engine.watcher.kept
+        engine,
+        memory,
+        sites=sites,
+        timeout_s=engine.weft.comm.timeout_s,
+        share=share,
+        whole=engine.watcher.kept,
+        watching=engine.neighbours.watching,
     )
     engine.memory = checkpoints
     engine.groups = [*engine.groups, checkpoints.group]

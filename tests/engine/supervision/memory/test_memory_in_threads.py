@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter, sleep
 
@@ -13,6 +14,7 @@ from torch.optim import AdamW
 from tests.engine.cut_engine import CutEngine
 from tests.engine.small_engine import SmallEngine, assert_equal, joined
 from tests.thread_ranks import run_in_threads
+from weft.comm.channel import ChannelError
 from weft.conf.schema import ZeroConfig
 from weft.engine.checkpoint import CheckpointError
 from weft.engine.checkpoint.durable import OtherBaseError
@@ -126,6 +128,31 @@ def test_another_number_of_members_takes_a_memory_checkpoint_up(tmp_path, other)
     founds, found_states = zip(*run_in_threads(count, recovered, tmp_path, other), strict=True)
     assert founds == ((STEPS, STEPS, [float(STEPS)] * 3),) * count
     assert_equal(joined(found_states), expected)
+
+
+@contextmanager
+def naming():
+    """As `Lifeline.watching`, which knows who is lost."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ChannelError("rank 1 has ended") from error
+
+
+def with_a_lost_partner(root, layout):
+    _, memory = opened(root, layout, watching=naming)
+    memory.take({})
+    with pytest.raises(ChannelError, match="rank 1 has ended"):
+        memory.finish()
+    memory.close()
+
+
+def test_a_rank_that_is_lost_while_copies_are_sent_is_named(tmp_path, monkeypatch):
+    def lost(*_):
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:55440")
+
+    monkeypatch.setattr(checkpoints, "send_copy", lost)
+    run_in_threads(2, with_a_lost_partner, tmp_path, "one stage, ZeRO-1")
 
 
 def with_another_base(root, layout):
