@@ -103,7 +103,8 @@ def items(out: Path, *, emulated: bool = False) -> tuple[Item, ...]:
     on_emulated, steps = (("--device=emulated",), ("--steps", "1")) if emulated else ((), ())
     tiny = ("--tiny", "--tokens", "8", "--row-seconds", "0.001") if emulated else ()  # Triton's interpreter is slow
     on_two = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    checks = ("--only", *(name for name in NODE_CHECKS if name != "gemm")) if emulated else ()  # hours on a CPU
+    products = {"gemm", "bits"}  # take hours on a CPU
+    checks = ("--only", *(name for name in NODE_CHECKS if name not in products)) if emulated else ()
     node = (*WEFT, "doctor", "node", "--cache", f"{cache}/best.json", *checks)
     # Their layers sleep, and their ranks talk over gloo, whatever the machine has.
     engines = ("host", "--cases", "2", "--engines", "weft-1f1b", "weft-auto", "deepspeed-1f1b", "torch-1f1b")
