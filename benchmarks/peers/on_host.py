@@ -78,6 +78,7 @@ def race(engines: Sequence[str], cases: Sequence[EngineCase], *, rounds: int) ->
     Raises:
         RuntimeError: an engine failed or took too long.
     """
+    os.environ["DS_ACCELERATOR"] = "cpu"  # layers sleep, and gloo carries what they exchange
     for case in cases:
         links = {way is Way.shared: measure_link(case.work.hidden_bytes, way) for way in (Way.gloo, Way.shared)}
         runs: dict[str, list[Measured]] = {name: [] for name in engines}
@@ -101,7 +102,6 @@ def measure(name: str, case: EngineCase) -> Measured:
     work = case.work
     serial_s = case.num_layers * case.num_microbatches * (work.forward_s + work.input_s + work.weight_s)
     timeout_s = START_S + SLOWNESS * (case.num_warmup + case.num_steps) * serial_s / case.num_ranks
-    os.environ["DS_ACCELERATOR"] = "cpu"  # layers sleep, and gloo carries what they exchange
     ranks = run_ranks(case.num_ranks, HOST[name].run, case, timeout_s, timeout_s=timeout_s)
     schedule, profile = _schedule(name, ranks), ranks[0].profile
     num_stages = schedule.placement.num_stages
