@@ -142,15 +142,15 @@ def write_report(argv: Sequence[str]) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     num_gpus = EMULATED_GPUS if args.emulated else len(list(Path("/dev").glob("nvidia[0-9]*")))
     slower = EMULATED_LIMITS if args.emulated else 1
-    emulated = {"PYTHONPATH": os.pathsep.join([str(SITE), str(Path.cwd()), os.environ.get("PYTHONPATH", "")])}
     env = os.environ | {"NO_COLOR": "1"}
-    if args.emulated:
-        env |= emulated | {"WEFT_EMULATED_GPUS": str(EMULATED_GPUS), "DS_ACCELERATOR": "cuda"}
+    path = {"PYTHONPATH": os.pathsep.join([str(SITE), str(Path.cwd()), os.environ.get("PYTHONPATH", "")])}
+    emulated = path | {"WEFT_EMULATED_GPUS": str(EMULATED_GPUS), "DS_ACCELERATOR": "cuda"} if args.emulated else {}
     results: list[tuple[Item, str, int | None]] = []
     end = perf_counter() + args.seconds * slower
     for item in items(args.out, emulated=args.emulated):
         limit_s = min(item.limit_s * slower, end - perf_counter())
-        results.append((item, *_run(item, args.out, limit_s, num_gpus, env)))
+        of_item = env | emulated if item.num_gpus else env  # tests emulate a GPU themselves
+        results.append((item, *_run(item, args.out, limit_s, num_gpus, of_item)))
         print(f"{item.name:15s} {results[-1][1]}", flush=True)
         # Written before the next item begins, because the machine may be taken away at any time.
         (args.out / "report.md").write_text("\n".join(_report(results, args.out, num_gpus)) + "\n")

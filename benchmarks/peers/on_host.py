@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -78,7 +77,6 @@ def race(engines: Sequence[str], cases: Sequence[EngineCase], *, rounds: int) ->
     Raises:
         RuntimeError: an engine failed or took too long.
     """
-    os.environ["DS_ACCELERATOR"] = "cpu"  # layers sleep, and gloo carries what they exchange
     for case in cases:
         links = {way is Way.shared: measure_link(case.work.hidden_bytes, way) for way in (Way.gloo, Way.shared)}
         runs: dict[str, list[Measured]] = {name: [] for name in engines}
