@@ -58,7 +58,9 @@ def measure_overlap(
 def usual_kernels(device: torch.device) -> dict[Kind, Callable[[], object]]:
     """Return functions that run a matrix product, attention and a copy, in the device's fast dtype."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    size = 2048 if device.type == "cuda" else 256
+    small = torch.ones(256, 256, device=device, dtype=dtype)
+    is_fast = device.type == "cuda" and _seconds(lambda: small @ small, device) < 1e-3  # no emulated one
+    size = 2048 if is_fast else 256
     matrix = torch.ones(size, size, device=device, dtype=dtype)
     heads = torch.ones(1, 8, size, 64, device=device, dtype=dtype)
     source = torch.ones(size * size * 4, device=device)
@@ -120,20 +122,24 @@ def _lasting(
     kernel: Callable[[], object], seconds: float, among: _AllGather, device: torch.device
 ) -> Callable[[], None]:
     """Return a function that repeats the kernel for about ``seconds``, equally often on all members."""
-    kernel()
-    _finish(device)
-    start = perf_counter()
-    for _ in range(3):
-        kernel()
-    _finish(device)
-    each_s = among.slowest((perf_counter() - start) / 3)
-    times = max(1, round(seconds / each_s))
+    times = max(1, round(seconds / among.slowest(_seconds(kernel, device))))
 
     def run() -> None:
         for _ in range(times):
             kernel()
 
     return run
+
+
+def _seconds(kernel: Callable[[], object], device: torch.device) -> float:
+    """Return the average time of three runs of ``kernel``, after a warm-up run."""
+    kernel()
+    _finish(device)
+    start = perf_counter()
+    for _ in range(3):
+        kernel()
+    _finish(device)
+    return (perf_counter() - start) / 3
 
 
 def _finish(device: torch.device) -> None:
