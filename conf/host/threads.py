@@ -32,9 +32,9 @@ class Thread(threading.Thread):
         super().run()
 
 
-def executor(name: str) -> ThreadPoolExecutor:
-    """Return an executor with one thread, whose current GPU is the caller's."""
-    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=device_of_caller())
+def executor(name: str, threads: int = 1) -> ThreadPoolExecutor:
+    """Return an executor whose threads have the caller's current GPU."""
+    return ThreadPoolExecutor(threads, thread_name_prefix=name, initializer=device_of_caller())
 
 
 def device_of_caller() -> Callable[[], None]:

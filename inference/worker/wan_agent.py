@@ -14,10 +14,9 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count, islice
-from threading import Event, Lock, Thread
+from threading import Event, Lock
 from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +27,7 @@ import torch
 from weft.comm.channel import TensorSpec
 from weft.comm.key import WanKey, contexts
 from weft.conf.features import entry
+from weft.conf.host.threads import Thread, executor
 
 BATCH_BYTES = 1 << 20
 WINDOW = 64
@@ -136,9 +136,9 @@ class WanAgent:
         self._peers: dict[str, _Peer] = {}
         self._notices: dict[str, list[bytes]] = {}
         self._numbers, self._lock, self._free_s = count(), Lock(), 0.0
-        self._begins, self._serves = (ThreadPoolExecutor(THREADS, f"weft-caches-{kind}") for kind in ("begin", "serve"))
+        self._begins, self._serves = (executor(f"weft-caches-{kind}", THREADS) for kind in ("begin", "serve"))
         self.loop = asyncio.new_event_loop()
-        Thread(target=self.loop.run_forever, name="weft-caches", daemon=True).start()
+        Thread(self.loop.run_forever, name="weft-caches").start()
         self.address: tuple[str, int] = self._on_loop(self._listen(bind))
 
     def _on_loop(self, action: Coroutine[Any, Any, Any]) -> Any:
