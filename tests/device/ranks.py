@@ -42,6 +42,8 @@ def run_on_devices(
     from weft.engine.supervision.messages import Fork, Forked, encode
 
     port, deadline = str(free_port()), monotonic() + timeout_s
+    if _servers and _servers[0].process.poll() is not None:  # it is killed as what a module has left
+        _servers.pop().close()
     if not _servers:
         _servers.append(ForkServer(["tests.device.preloaded"]))
     (server,) = _servers
