@@ -64,6 +64,7 @@ class _Peer:
         self.ready: dict[int, Event] = {}
         """Writes for whose data the peer has asked."""
         self.is_open = True
+        self.hearing: asyncio.Task[None] | None = None
         self._loop = agent.loop
         self.endpoint = entry("wan").WanEndpoint(
             rank=number,
@@ -173,7 +174,7 @@ class WanAgent:
             told = json.loads(await streams[0].readline())
         peer = await asyncio.to_thread(_Peer, self, streams, _READER, job, address=(host, int(told["port"])))
         self._peers[job] = peer
-        self._hearing = asyncio.create_task(self._hear(job, peer))
+        peer.hearing = asyncio.create_task(self._hear(job, peer))  # a task lives while something refers to it
         return job
 
     async def _hear(self, name: str, peer: _Peer) -> None:
