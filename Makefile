@@ -5,9 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
-# Tests wait as well as compute; each may start ranks of several hundred MB.
-JOBS ?= $(shell awk -v cores="$$(nproc)" '/MemTotal/ {most = int($$2 / 4e6); jobs = int(1.5 * cores); \
-	print jobs < most ? jobs : (most ? most : 1)}' /proc/meminfo)
+JOBS ?= 3
 BIN := $(VENV)/bin
 # vLLM's prefill/decode proxy is in its repository and in no wheel.
 TOY_PROXY ?= .cache/toy_proxy_server.py
