@@ -2,14 +2,12 @@
 
 Triton 3.7's interpreter does not convert floats among a kernel's arguments, lacks libdevice, and computes on the bits
 of bf16 as on integers. Here bf16 operations are computed in fp32 and rounded to the nearest even, as GPUs do.
-It also checks integers for overflows, which kernels on GPUs do only with `TRITON_DEBUG=1`, and here neither.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -27,7 +25,6 @@ def complete_interpreter() -> None:
     interpreter._implicit_cvt = _with_floats(interpreter._implicit_cvt)
     interpreter._patch_builtin = _patch_builtin
     interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
-    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     libdevice.rsqrt = lambda x: 1 / tl.sqrt(x)
     libdevice.tanh = lambda x: 2 * tl.sigmoid(2 * x) - 1
     builder = interpreter.InterpreterBuilder

@@ -50,10 +50,8 @@ class _Quiet(NixlBaseConnector):
         """Create the connector, while the constructors of the agent and of its configuration are patched.
 
         The connector's worker creates both itself, and takes no argument for them (vLLM 0.32.0)."""
-        host, extra = (
-            os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"],
-            vllm_config.kv_transfer_config.kv_connector_extra_config,
-        )
+        host = os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"]
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         originals = base_worker.nixl_agent_config, base_worker.NixlWrapper
         base_worker.nixl_agent_config = partial(originals[0], enable_prog_thread=False)
         if WAN_MBPS in extra:
