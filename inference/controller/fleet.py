@@ -115,8 +115,8 @@ class Fleet:
         """Return a published ticket, and whether its end is predicted."""
         now_s, work_s, cache_s = self._clock(), self._work.work_s(tokens), tokens * self._cache_token_s
         latest_s = now_s + deadline_s
-        late = (index for index in self._far if self.workers[index].arrival_s(now_s, cache_s) > latest_s)
-        without = {*without, *late}
+        late = {index for index in self._far if self.workers[index].arrival_s(now_s, cache_s) > latest_s}
+        without = late.union(without)
         slot = self._find(now_s, work_s, without)
         if slot is not None and slot.worker in self._far:
             near = self._find(now_s, work_s, without | self._far)
@@ -125,7 +125,7 @@ class Fleet:
         trial = self._trial(deadline_s, without, is_predicted=slot is not None)
         if slot is None:
             if trial is None:
-                why = self._why_none(without)
+                why = "a cache for another site would arrive late" if late else self._why_none(without)
                 raise Refusal(503, f"no worker can take a prompt: {why}", retry_after_s=NO_BUBBLES_S)
             return self._take(trial, now_s, work_s, latest_s, cache_s), False
         worker = self.workers[slot.worker]

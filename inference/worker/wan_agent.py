@@ -200,7 +200,7 @@ class WanAgent:
         """Send or receive what a peer reads or writes, which has to lie in registered memory."""
         try:
             for begin, size in ranges:
-                if not any(first <= begin and begin + size <= first + total for first, total in self._memory):
+                if not self._holds(begin, size):
                     raise ValueError(f"{size} bytes at {begin:#x} hold no caches")
             if operation == "READ":
                 self._send(peer, number, ranges)
@@ -210,6 +210,15 @@ class WanAgent:
         except Exception as error:
             log.warning("a cache was not %s: %s", "sent" if operation == "READ" else "received", error)
             peer.close()
+
+    def _holds(self, begin: int, size: int) -> bool:
+        """True if this memory is registered; it may begin in one region and end in the next."""
+        while size > 0:
+            here = next((first + total - begin for first, total in self._memory if first <= begin < first + total), 0)
+            if not here:
+                return False
+            begin, size = begin + here, max(0, size - here)
+        return size == 0
 
     def _begin(self, transfer: Transfer) -> None:
         peer, number = transfer.peer, next(self._numbers)

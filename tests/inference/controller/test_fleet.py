@@ -140,7 +140,7 @@ def test_a_prompt_goes_to_another_site_only_if_its_cache_arrives_sooner_and_in_t
     assert made(idle, idle).place(200, 8.0).worker == 0
     alone = made((), idle)
     assert alone.place(200, 2.5).worker == 1
-    with pytest.raises(Refusal):
+    with pytest.raises(Refusal, match="would arrive late"):
         alone.place(200, 2.5)
     clock.now_s += 2.0
     assert alone.place(200, 2.5).worker == 1  # the first cache has arrived

@@ -4,6 +4,7 @@ import json
 import random
 import socket
 import ssl
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -59,6 +60,17 @@ def test_blocks_arrive_and_their_notice_after_them(operation, blocks, size):
     until(lambda: [b"\xff:1"] in there.agent.get_new_notifs().values(), 10)
     assert of(*target, size) == expected
     assert of(target[0], untouched, size) == before
+
+
+def test_adjacent_blocks_of_adjacent_regions_are_one_piece_that_both_hold():
+    here, there = Cache(4, 64, 1), Cache(4, 64, 2)
+    begin = there.bytes.ctypes.data
+    there.agent.deregister_memory(there.agent._memory[:])
+    there.agent.register_memory([(begin, 128), (begin + 128, 128)])
+    expected = of(there, [1, 2], 64)
+    assert here.to(there, "READ", [1, 2], [1, 2]) == "DONE"
+    assert of(here, [1, 2], 64) == expected
+    assert not there.agent._holds(begin + 128, -64) and not there.agent._holds(begin + 192, 65)
 
 
 def test_batches_depend_on_sizes_only_and_cover_all():
@@ -121,3 +133,11 @@ def test_another_key_is_refused_and_so_is_no_tls(monkeypatch):
 def test_device_memory_is_refused():
     with pytest.raises(ValueError, match="kv_buffer_device"):
         Cache(4, 64, 2).agent.get_reg_descs([], "VRAM")
+
+
+def test_idle_connections_without_a_key_keep_no_agent_from_connecting():
+    here, there = Cache(4, 64, 1), Cache(4, 64, 2)
+    with ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(socket.create_connection(there.agent.address, timeout=10))
+        assert here.to(there, "READ", [0, 1], [2, 3]) == "DONE"
