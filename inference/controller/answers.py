@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 from fastapi import Response
@@ -29,7 +29,6 @@ _OF_CONNECTION = {"connection", "keep-alive", "transfer-encoding", "content-leng
 """Headers of the decode server's response that this server sends itself."""
 _EVENT_END = b"\n\n"
 _COMPLETIONS = "/v1/completions"
-_T = TypeVar("_T")
 
 
 class AnsweringServer:
@@ -42,6 +41,7 @@ class AnsweringServer:
             client: without credentials for other servers.
         """
         self.url, self._client, self._silence_s = url.rstrip("/"), client, settings.silence_s
+        self.event_timeout_s = settings.answer_timeout_s
         self._timeout = httpx.Timeout(None, connect=settings.answer_slack_s)
         self._headers = {b"authorization": f"Bearer {key}".encode()} if key else {}
 
@@ -71,13 +71,15 @@ class AnsweringServer:
             "POST", f"{self.url}{path}", content=body, headers=sent, timeout=self._timeout
         )
         try:
-            response = await self._unless_lost(self._client.send(request, stream=True))
+            async with self.unless_lost():
+                response = await self._client.send(request, stream=True)
             kept = {name: text for name, text in response.headers.items() if name not in _OF_CONNECTION} | added
             if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE:  # its queue is full
                 kept.setdefault("retry-after", str(RETRY_S))
             if response.headers.get("content-type", "").startswith("text/event-stream"):
-                return _Stream(response, begun, kept)
-            content = await self._unless_lost(response.aread())
+                return _Stream(self, response, begun, kept)
+            async with self.unless_lost():
+                content = await response.aread()
             await response.aclose()
         except httpx.TransportError as error:
             raise _gone() from error
@@ -87,21 +89,32 @@ class AnsweringServer:
             begun()
         return Response(content, status_code=response.status_code, headers=kept)
 
-    async def _unless_lost(self, answer: Awaitable[_T]) -> _T:
-        """Return what the server answers.
+    @asynccontextmanager
+    async def unless_lost(self, timeout_s: float | None = None) -> AsyncIterator[None]:
+        """Wait in the block for the server, unless it is lost.
 
         Raises:
-            httpx.TransportError: it breaks off, or is silent for `silence_s` and then says nothing of its health.
+            httpx.TransportError: it breaks off, is silent for `silence_s` and then does not answer its health check, or
+                is silent for ``timeout_s``.
         """
-        task = asyncio.ensure_future(answer)
         try:
-            while not (await asyncio.wait((task,), timeout=self._silence_s))[0]:
+            async with asyncio.timeout(timeout_s) as limit:
+                watching = asyncio.create_task(self._watch(limit))
+                try:
+                    yield
+                finally:
+                    watching.cancel()
+        except TimeoutError as error:
+            raise httpx.ReadTimeout("the server is silent") from error
+
+    async def _watch(self, limit: asyncio.Timeout) -> None:
+        """Let ``limit`` expire when the server is lost."""
+        try:
+            while True:
+                await asyncio.sleep(self._silence_s)
                 await self._client.get(f"{self.url}/health", headers=self._headers, timeout=self._silence_s)
-            return task.result()
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        except httpx.TransportError:
+            limit.reschedule(0.0)
 
     async def render(self, path: str, body: bytes, headers: Mapping[bytes, bytes]) -> list[int]:
         """Return the tokens of a request's prompt as vLLM renders it. There are none if the server refuses it."""
@@ -233,8 +246,10 @@ class _Stream(StreamingResponse):
         first: called at the first event.
     """
 
-    def __init__(self, response: httpx.Response, first: Callable[[], None], headers: Mapping[str, str]) -> None:
-        super().__init__(_events(response, first), status_code=response.status_code, headers=headers)
+    def __init__(
+        self, server: AnsweringServer, response: httpx.Response, first: Callable[[], None], headers: Mapping[str, str]
+    ) -> None:
+        super().__init__(_events(server, response, first), status_code=response.status_code, headers=headers)
         self._response = response
 
     async def __call__(self, *asgi: Any) -> None:
@@ -244,11 +259,17 @@ class _Stream(StreamingResponse):
             await self._response.aclose()
 
 
-async def _events(response: httpx.Response, first: Callable[[], None]) -> AsyncIterator[bytes]:
+async def _events(server: AnsweringServer, response: httpx.Response, first: Callable[[], None]) -> AsyncIterator[bytes]:
     """Yield a stream's events as they arrive. If the stream breaks off, the last event is an error."""
-    completion, rest, is_first = Completion(), b"", True
+    completion, rest, is_first, parts = Completion(), b"", True, response.aiter_bytes()
     try:
-        async for part in response.aiter_bytes():
+        while True:
+            async with server.unless_lost(server.event_timeout_s):
+                part = await anext(parts, b"")
+            if not part:
+                if rest:
+                    yield rest
+                return
             events, end, rest = (rest + part).rpartition(_EVENT_END)
             if not end:
                 continue
@@ -258,10 +279,6 @@ async def _events(response: httpx.Response, first: Callable[[], None]) -> AsyncI
                 first()
             is_first = False
             yield events + end
-        else:
-            if rest:
-                yield rest
-            return
     except httpx.TransportError:
         pass
     yield b"data: " + json.dumps(_gone().answer).encode() + b"\n\ndata: [DONE]\n\n"

@@ -281,6 +281,38 @@ async def test_a_caller_that_leaves_a_stream_that_flows_ends_it_at_the_decode_se
             await has_ended.wait()
 
 
+@pytest.mark.parametrize("case", ["slow", "server stopped", "engine stopped"])
+async def test_a_stream_of_a_decode_server_that_is_stopped_ends_with_an_error(case):
+    """A stopped process accepts connections, and sends nothing more."""
+    checks = []
+
+    async def answer(reader, writer):
+        if b"/health" in await reader.readuntil(b"\r\n\r\n"):
+            checks.append(writer)
+            if case != "server stopped":
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+            return
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n" + EVENTS[:36])
+        while len(checks) < 3:
+            await asyncio.sleep(0.01)
+        if case == "slow":
+            writer.write(EVENTS[36:])
+            writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as decoder, asyncio.timeout(20):
+        url = f"http://127.0.0.1:{decoder.sockets[0].getsockname()[1]}"
+        settings = {"receive_timeout_s": 10.0, "silence_s": 0.1}
+        if case == "engine stopped":
+            settings["answer_timeout_s"] = 1.0
+        async with server(FakeWorkers(1), url, over_tcp=True, **settings) as (port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(STREAM_HEAD + STREAMED)
+            body = await reader.readuntil(b"[DONE]\n\n")
+            assert b'"a"' in body and (b'"b"' in body) == (case == "slow")
+            assert (b'data: {"error": {"message": "the decode server ends' in body) == (case != "slow")
+            writer.close()
+
+
 @contextlib.asynccontextmanager
 async def unread(port, sent):
     """A client with a small buffer that has sent a request."""
