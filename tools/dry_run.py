@@ -34,16 +34,16 @@ def first_row_lines(config: WeftConfig) -> list[str]:
     """Return lines that show the first row of local data; empty for the embedded corpus and for data of a hub.
 
     If only some tokens count in the loss, they stand in «these».
+
+    Raises:
+        ValueError: the row cannot be read or encoded.
     """
     sources = sources_of(config.data)
     if config.data.kind is DataKind.corpus or not all(is_here(source.path) for source in sources):
         return []
-    try:
-        tokenizer = load_tokenizer(config.model, config.data)
-        row = encode_first(config.data, tokenizer)
-        unused = unused_lines(config.data, tokenizer, check_source(config.data))
-    except ValueError as error:
-        return [f"first row: not shown ({error})"]
+    tokenizer = load_tokenizer(config.model, config.data)
+    row = encode_first(config.data, tokenizer)
+    unused = unused_lines(config.data, tokenizer, check_source(config.data))
     counted = sum(label != IGNORED for label in row.labels)
     which = "all of which count" if counted == len(row.ids) else f"of which {counted:,} count in the loss, «these»"
     text = _marked(row, tokenizer) if counted < len(row.ids) else printable(tokenizer.decode(row.ids))
@@ -102,7 +102,11 @@ def report(config: WeftConfig) -> Iterator[str]:
     """
     config = fit_batch(config, world_size(config.cluster))
     check_outputs(config)
-    row = first_row_lines(config)
+    try:
+        row = first_row_lines(config)
+    except ValueError:
+        preflight(config, checks=INPUTS)  # which says where
+        raise
     yield from [*row, ""] if row else row
     preflight(config, checks=INPUTS)
     plan = expected_plan(config)

@@ -199,9 +199,6 @@ class _Check:
             raise RowFault(where, what)
         if is_text and self.field != "text":
             raise RowFault(where, f"the only field of plain text is text; leave out data.text_field={self.field}")
-        if not isinstance(row, dict):
-            example = f"{{{json.dumps(self.field)}: ...}}"
-            raise RowFault(where, f"not an object but {kind_of(row)}; write rows such as {example}")
         fields = self._fields("field", list(row), where)
         if self.is_pairs:
             if fault := pair_fault(pair := Pair.of(row)):

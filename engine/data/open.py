@@ -12,10 +12,19 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_dataset_builder, load_from_disk
+from datasets import (
+    BuilderConfig,
+    Dataset,
+    DatasetDict,
+    IterableDataset,
+    load_dataset,
+    load_dataset_builder,
+    load_from_disk,
+)
 from datasets.data_files import FILES_TO_IGNORE
 from datasets.exceptions import DatasetsError
-from datasets.packaged_modules.json.json import Json
+from datasets.packaged_modules.csv.csv import CsvConfig
+from datasets.packaged_modules.json.json import JsonConfig
 from huggingface_hub import hf_hub_download
 from transformers import PreTrainedTokenizerBase
 
@@ -33,15 +42,7 @@ from weft.engine.data.pairs import COLUMNS, PAIR_COLUMNS, PairEncoder, pair_colu
 from weft.engine.data.rows import FileRows
 from weft.engine.data.source import LoadedSource, Source, StreamedSource, tokenised
 from weft.engine.data.splits import splits_of
-from weft.engine.data.storage import is_url, remote_files, suffix_of
-
-BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".tar": "webdataset"}
-"""The Hugging Face `datasets` builder of each kind of file."""
-UNREAD = (
-    *(".arrow", ".avro", ".bz2", ".csv", ".feather", ".gz", ".jsonlines", ".lz4", ".ndjson", ".orc"),
-    *(".pq", ".tsv", ".xls", ".xlsx", ".xz", ".zip", ".zst"),
-)
-"""Kinds of files that hold rows but are not read. Other files of a folder, such as a README, are no data."""
+from weft.engine.data.storage import BUILDERS, SEPARATORS, UNREAD, is_url, remote_files, suffix_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ def locate(data: DataConfig) -> Location:
             several kinds of them.
     """
     if is_url(data.path):
-        return Location(name=data.path, path=None, files=_alike(data, remote_files(data.path, (*BUILDERS, *UNREAD))))
+        return Location(name=data.path, path=None, files=_alike(data, remote_files(data.path)))
     path = Path(data.path).expanduser()
     if path.is_dir():
         return _folder(data, path)
@@ -338,7 +339,7 @@ _PREFIX = "hf://datasets/"
 
 
 def hub_files(data: DataConfig, split: str, cache: Path) -> tuple[Path | str, ...] | None:
-    """Return the JSON files of a split, all of one revision.
+    """Return the files of a split whose types `datasets` would guess, JSON and CSV, all of one revision.
 
     For a stream they are URLs. Otherwise they are downloaded, and their local paths are returned. If the hub cannot be
     reached, the list of files is that of the previous run.
@@ -347,9 +348,8 @@ def hub_files(data: DataConfig, split: str, cache: Path) -> tuple[Path | str, ..
         cache: folder that stores the list of files.
 
     Returns:
-        None if `datasets` must read the data set itself: its files are not JSON, the split is a slice or a sum of
-        splits,
-        or the rows are in a field of the JSON object. Also None if the hub cannot be reached and no list is stored.
+        None if `datasets` must read the data set itself: its files are of another kind or need its settings, or the
+        split is a slice or a sum of splits. Also None if the hub cannot be reached and no list is stored.
 
     Raises:
         ValueError: the data set has no such split.
@@ -361,7 +361,7 @@ def hub_files(data: DataConfig, split: str, cache: Path) -> tuple[Path | str, ..
     except (OSError, ValueError, DatasetsError):
         splits = known.read().get(key)
     else:
-        if not isinstance(builder, Json) or builder.config.field is not None:
+        if not _is_plain(builder.config):
             return None
         splits = {str(name): list(map(str, files)) for name, files in (builder.config.data_files or {}).items()}
         with suppress(OSError):  # the next run downloads the list again
@@ -371,6 +371,13 @@ def hub_files(data: DataConfig, split: str, cache: Path) -> tuple[Path | str, ..
     if split not in splits:
         raise ValueError(f"there is {', '.join(splits)}")
     return tuple(splits[split] if data.streaming else map(_fetched, splits[split]))
+
+
+def _is_plain(config: BuilderConfig) -> bool:
+    """True for JSON and CSV that are read in the usual way, without a setting of the data set's page."""
+    if isinstance(config, CsvConfig):
+        return config.pd_read_csv_kwargs in [CsvConfig(sep=each).pd_read_csv_kwargs for each in SEPARATORS.values()]
+    return isinstance(config, JsonConfig) and config.field is None
 
 
 def _fetched(url: str) -> Path | str:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import re
+import zlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from gzip import BadGzipFile
 from io import BufferedReader, RawIOBase
+from lzma import LZMAError
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Features, IterableDataset, Value
 
 from weft.conf.host.private import without_credentials
-from weft.engine.data.messages import without_nulls
+from weft.engine.data.messages import kind_of, without_nulls
 from weft.engine.data.shards import SampleFault, read_samples
-from weft.engine.data.storage import MOST_ROW_BYTES, is_url, name_of, open_file, suffix_of, version_of
+from weft.engine.data.storage import MOST_ROW_BYTES, SEPARATORS, is_url, open_file, suffix_of, version_of
 
 MOST_LIST_CHARACTERS = 1 << 30
 _LINES = "write one object per line"
@@ -94,26 +98,29 @@ def read_rows(file: Path | str, columns: Collection[str] = ()) -> Iterator[tuple
     """Yield the rows of a file, each with its line or entry.
 
     Args:
-        file: a path or a URL. A JSON file may be compressed.
+        file: a path or a URL. The file may be compressed.
         columns: the columns to read of a table.
 
     Raises:
         RowFault: a row cannot be read.
     """
-    suffixes = name_of(file).suffixes
-    if suffixes[-1:] == [".parquet"]:
+    suffix = suffix_of(file)
+    if suffix == ".parquet":
         yield from _parquet(file, columns)
-    elif suffixes[-1:] == [".tar"]:
+    elif suffix in SEPARATORS:
+        yield from _separated(file, SEPARATORS[suffix])
+    elif suffix == ".tar":
         try:
             yield from read_samples(file)
         except SampleFault as error:
             raise RowFault(error.where, error.what) from error
-    elif suffixes[-1:] == [".txt"]:  # one document, because single lines lose their context
+    elif suffix == ".txt":  # one document, because single lines lose their context
         yield "", {"text": "".join(line for _, line in _lines(file)).replace("\r\n", "\n").replace("\r", "\n")}
-    elif ".json" in suffixes and _is_list(file):
-        yield from _json_list(file)
     else:
-        yield from _json_lines(file)
+        for where, row in _json_list(file) if suffix == ".json" and _is_list(file) else _json_lines(file):
+            if not isinstance(row, dict):
+                raise RowFault(where, f'not an object but {kind_of(row)}; write rows such as {{"text": ...}}')
+            yield where, row
 
 
 def parquet_features(file: Path | str) -> Features:
@@ -163,13 +170,37 @@ def _lines(file: Path | str) -> Iterator[tuple[int, str]]:
     """
     # File objects of fsspec read whole lines only.
     with open_file(file) as opened, BufferedReader(cast(RawIOBase, opened), READ_BYTES) as lines:
-        for number, line in enumerate(iter(partial(lines.readline, MOST_ROW_BYTES + 1), b""), start=1):
+        for number, line in enumerate(_whole_lines(cast(BinaryIO, lines)), start=1):
             if len(line) > MOST_ROW_BYTES:
                 raise RowFault(f"line {number}", f"more than {MOST_ROW_BYTES >> 20} MiB; write shorter lines")
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError:
                 raise RowFault(f"line {number}", "not UTF-8; convert the file") from None
+
+
+def _whole_lines(lines: BinaryIO) -> Iterator[bytes]:
+    try:
+        yield from iter(partial(lines.readline, MOST_ROW_BYTES + 1), b"")
+    except (EOFError, BadGzipFile, LZMAError, zlib.error) as error:
+        raise RowFault("", f"not decompressed ({error}); write the file again") from error
+
+
+def _separated(file: Path | str, separator: str) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a table in text, whose first line has the columns' names. All values are texts."""
+    csv.field_size_limit(MOST_ROW_BYTES)
+    reader = csv.reader((line for _, line in _lines(file)), delimiter=separator, strict=True)
+    try:
+        names = next(reader, [])
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise RowFault("", f"column {twice[0]} is there twice; rename one")
+        for cells in filter(None, reader):
+            if len(cells) != len(names):
+                what = f"{len(cells)} values for {len(names)} columns; quote values that contain {separator!r}"
+                raise RowFault(f"line {reader.line_num}", what)
+            yield f"line {reader.line_num}", dict(zip(names, cells, strict=True))
+    except csv.Error as error:
+        raise RowFault(f"line {reader.line_num}", f"not a row ({error}); write the file again") from error
 
 
 def _is_list(file: Path | str) -> bool:

@@ -18,6 +18,17 @@ from weft.conf.host.private import without_credentials
 
 MOST_ROW_BYTES = 1 << 28
 """Largest line, or file of an archive."""
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+"""Suffixes of compressed files."""
+BUILDERS = {
+    **dict.fromkeys((".jsonl", ".json", ".ndjson"), "json"),
+    **dict.fromkeys(SEPARATORS, "csv"),
+    **{".parquet": "parquet", ".txt": "text", ".tar": "webdataset"},
+}
+"""The Hugging Face `datasets` builder of each kind of file."""
+UNREAD = (*(".arrow", ".avro", ".feather", ".jsonlines", ".lz4", ".orc", ".pq", ".xls", ".xlsx", ".zip", *COMPRESSED),)
+"""Kinds of files that hold rows but are not read. Other files of a folder, such as a README, are no data."""
 HUB = "hf://"
 _PARAMETERS = re.compile(r"[?#].*")
 _PAGE = re.compile(r"https?://huggingface\.co/datasets/([\w.-]+/[\w.-]+)/?((tree|blob|viewer)/.*)?")
@@ -35,12 +46,14 @@ def name_of(file: Path | str) -> PurePosixPath:
 
 
 def suffix_of(file: Path | str) -> str:
-    """Return the suffix of a path or URL, in lower case."""
-    return name_of(file).suffix
+    """Return the suffix of a path or URL in lower case, and of a compressed file the one before."""
+    name = name_of(file)
+    inner = PurePosixPath(name.stem).suffix if name.suffix in COMPRESSED else ""
+    return inner if inner in BUILDERS else name.suffix
 
 
-def remote_files(url: str, suffixes: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the sorted URLs of a file, of files that match a pattern, or of files with ``suffixes`` in a folder.
+def remote_files(url: str) -> tuple[str, ...]:
+    """Return the sorted URLs of a file of data, of those that match a pattern, or of those in a folder.
 
     A name with a pattern's characters is a pattern only if there is no such file or folder. Hidden files, and files
     whose names begin with an underscore, are left out of folders.
@@ -50,11 +63,12 @@ def remote_files(url: str, suffixes: tuple[str, ...]) -> tuple[str, ...]:
     """
     if page := _PAGE.fullmatch(url):
         raise ValueError(f"data.path={url}: a page about a data set; give its hub name, data.path={page[1]}")
+    suffixes = (*BUILDERS, *UNREAD)
     try:
         storage, path = url_to_fs(url)
         if storage.isfile(path):
             if suffix_of(path) not in suffixes:
-                raise ValueError(f"files of this kind are not read; convert it to one of {', '.join(suffixes)}")
+                raise ValueError(f"files of this kind are not read; convert it to one of {', '.join(BUILDERS)}")
             return (url,)
         if any(letter in path for letter in "*?[") and not storage.isdir(path):
             found = [name for name in storage.glob(path) if suffix_of(name) in suffixes]
@@ -89,8 +103,13 @@ def open_file(file: Path | str) -> Iterator[BinaryIO]:
     """Open a file. Its suffix determines how it is decompressed.
 
     Reading raises OSError where a file in storage ends before its size. Compressed files notice it themselves.
+
+    Raises:
+        ValueError: a package to decompress it is missing.
     """
     local, compression = isinstance(file, Path), infer_compression(str(name_of(file)))
+    if compression is None and name_of(file).suffix == ".zst":
+        raise ValueError("files of kind .zst need a package; install zstandard")
     opening = fsspec.filesystem("file").open if local else fsspec.open
     with opening(str(file), "rb", compression=compression) as opened:
         size = None if local or compression else getattr(opened, "size", None)

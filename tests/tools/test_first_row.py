@@ -73,9 +73,9 @@ def test_a_dry_run_refuses_the_data_that_a_run_refuses(tmp_path, words, case):
         assert "\n" not in str(error.value)
 
 
-def test_a_row_that_cannot_be_encoded_is_no_error_of_the_report(tmp_path, words):
-    (only,) = lines(tmp_path, words, {"prompt": 3, "completion": "it is 2."})
-    assert only.startswith("first row: not shown (data.")
+def test_a_row_that_cannot_be_encoded_is_the_error_of_the_report(tmp_path, words):
+    with pytest.raises(ValueError, match="message 1 has a content that is a number"):
+        lines(tmp_path, words, {"prompt": 3, "completion": "it is 2."})
 
 
 def test_data_that_comes_with_weft_is_not_shown():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -34,7 +35,16 @@ TEXT_FAULTS = {
     "json lines": ("a.json", GOOD + "nonsense", "line 2: not JSON"),
     "empty text": ("a.txt", " \n\n", "it holds no row"),
     "binary text": ("a.txt", b"fine\n\xff\xfe\n", "line 2: not UTF-8"),
-    "suffix": ("a.csv", "text\none\n", r"files of kind \.csv are not read; convert it to one of \.jsonl, \.json"),
+    "suffix": ("a.xlsx", "text\none\n", r"files of kind \.xlsx are not read; convert it to one of \.jsonl, \.json"),
+    "no object but a list": ("a.jsonl", '[{"text": "a"}]', "line 1: not an object but a list; write rows such as"),
+    "cells": ("a.csv", "text,n\none,1\ntwo\n", "line 3: 1 values for 2 columns; quote values that contain ','"),
+    "open quote": ("a.csv", 'text\none\n"two\n', "line 3: not a row .*; write the file again"),
+    "column twice": ("a.tsv", "text\ttext\na\tb\n", "column text is there twice"),
+    "other separator": ("a.csv", "text;n\none;1\n", "line 2: no field text, but text;n; add it"),
+    "head alone": ("a.csv", "text\n", "it holds no row"),
+    "cut": ("a.jsonl.gz", gzip.compress(GOOD.encode() * 9)[:-9], r"not decompressed \(.*\); write"),
+    "damaged": ("a.jsonl.xz", b"xz", "not decompressed"),
+    "not compressed": ("a.csv.gz", "text\n", "not decompressed"),
     "no suffix": ("a", "text\n", r"files of kind \(no suffix\) are not read"),
     "no parquet": ("a.parquet", "PAR?", "not a Parquet file"),
 }  # fmt: skip
@@ -138,7 +148,9 @@ def test_settings_that_cannot_work(case):
 
 def test_folders(tmp_path, tokenizer):
     config = DataConfig(kind=DataKind.text, path=str(tmp_path))
-    with pytest.raises(ValueError, match=r"the folder has no file of kind \.jsonl, \.json, \.parquet, \.txt"):
+    with pytest.raises(
+        ValueError, match=r"the folder has no file of kind \.jsonl, \.json, \.ndjson, \.csv, \.tsv, \.parquet, \.txt"
+    ):
         check_source(config)
     for name in ("README.md", "dataset_infos.json"):  # as clones of the hub have them
         (tmp_path / name).write_text("{}")
@@ -149,7 +161,7 @@ def test_folders(tmp_path, tokenizer):
     with pytest.raises(ValueError, match=r"part/b\.jsonl, line 2: not JSON"):
         check_source(config)
     (tmp_path / "part/b.jsonl").unlink()
-    for name in ("b.jsonl.gz", "b.csv", "b.ndjson"):
+    for name in ("b.rows.gz", "b.xlsx", "b.arrow"):
         (tmp_path / "part" / name).write_text("half of the rows")
         for address in (str(tmp_path), f"file://{tmp_path}", f"file://{tmp_path}/part/*"):
             with pytest.raises(ValueError, match=rf"part/{name} \(1 such\) would not be read.*; convert it"):
