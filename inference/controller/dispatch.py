@@ -62,6 +62,8 @@ class Dispatch:
     ) -> None:
         self._fleet, self._settings, self._metrics, self._client = fleet, settings, metrics, client
         self._server_key = server_key
+        self._due_s = inf
+        """When the next `_refresh` is due."""
 
     @property
     def max_tokens(self) -> int:
@@ -75,12 +77,18 @@ class Dispatch:
 
     async def watch(self, chore: Callable[[], None]) -> None:
         """Probe periodically, each worker independently, and call ``chore``."""
+        self._due_s = time.monotonic() + self._settings.probe_s
         async with asyncio.TaskGroup() as group:
             for worker in self._fleet.workers:
                 group.create_task(self._periodically(partial(self.probe, worker)))
             group.create_task(self._periodically(partial(self._refresh, chore)))
 
     async def _refresh(self, chore: Callable[[], None]) -> None:
+        now_s = time.monotonic()
+        late_s = max(0.0, now_s - self._due_s)
+        self._due_s = now_s + self._settings.probe_s
+        for worker in self._fleet.workers:  # it may have answered, and this process did not run
+            worker.heard_s = min(now_s, worker.heard_s + late_s)
         self._fleet.refresh()
         chore()
 
@@ -95,7 +103,8 @@ class Dispatch:
     async def probe(self, worker: Worker) -> None:
         """Check a worker's health, and update whether it is up. Read the report of one on another host."""
         silence_s = min(self._settings.silence_s, FRESH_S if worker.is_remote else inf)
-        timeout_s = min(silence_s, max(1.0, self._settings.probe_s))
+        silent_s = time.monotonic() - worker.heard_s
+        timeout_s = min(silence_s, max(1.0, self._settings.probe_s, silence_s - silent_s))
         try:
             response = await self._client.get(f"{worker.url}/health", timeout=timeout_s)
             if worker.is_remote and response.is_success:
@@ -103,6 +112,7 @@ class Dispatch:
         except httpx.ConnectError:
             self._fleet.set_up(worker, False)
         except httpx.TransportError:  # slow. If dead it refuses the next one
+            await asyncio.sleep(0.001)  # a `_refresh` that is due already corrects `heard_s` first
             if time.monotonic() - worker.heard_s > silence_s:
                 self._fleet.set_up(worker, False)
         else:
@@ -116,7 +126,7 @@ class Dispatch:
                 self._server_key,
                 stages=len(worker.boards),
                 quantile=self._fleet.quantile,
-                horizon_s=self._settings.deadline_s,
+                horizon_s=self._fleet.horizon_s,
                 timeout_s=timeout_s,
             )
         except ValueError as error:

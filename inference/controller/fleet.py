@@ -18,6 +18,8 @@ GAP_S = 0.05
 """Idle time before a chunk that predictions assume: a bubble's first step follows training's work."""
 MAX_PLACEMENTS = 4
 """Number of placements of a prompt if other controllers take its bubbles first."""
+MOST_BUBBLES = 512
+"""Number of predicted bubbles of a worker, after which they repeat: the work of `Fleet.refresh`."""
 NO_BUBBLES_S = 2
 """Retry-After if no bubbles are predicted."""
 
@@ -46,7 +48,8 @@ class Fleet:
         self._settings, self._prefill, self._clock, self._peers = settings, prefill, clock, peers
         self._others: dict[str, PlacedWork] = {}
         self._published: dict[str, PlacedWork] = {}
-        self._horizon_s = settings.deadline_s
+        self.horizon_s = settings.deadline_s
+        """Seconds of predicted bubbles."""
         self._cache_token_s = cache_token_s
         far = [worker for worker in self.workers if worker.is_remote and not worker.decode_url and cache_token_s]
         self._far = {worker.index for worker in far}
@@ -78,14 +81,15 @@ class Fleet:
         if self._peers is not None:
             self._peers.refresh()
         for worker in self.workers:
-            worker.refresh(now_s, self._horizon_s, self._prefill.quantile)
+            worker.refresh(now_s, self.horizon_s, self._prefill.quantile)
         self._has_known = any(not worker.learning for worker in self.workers)
         self._work = self._slowest()
-        self._placement = PrefillPlacement(self._horizon_s)
+        self._placement = PrefillPlacement(self.horizon_s)
         for worker in self.workers:
-            worker.set_pattern(self._horizon_s, overhead_s=self._work.overhead_s, guard_s=self._prefill.guard_s)
+            worker.set_pattern(self.horizon_s, overhead_s=self._work.overhead_s, guard_s=self._prefill.guard_s)
             self._update(worker)
         self._publish(*(worker for worker in self.workers if worker.key in self._published))
+        self.horizon_s = min([self._settings.deadline_s, *(MOST_BUBBLES * worker.spacing_s for worker in self.workers)])
 
     def place(self, tokens: int, deadline_s: float, *, without: Collection[int] = ()) -> Ticket:
         """Place a prompt on the worker that finishes it first.

@@ -158,6 +158,12 @@ class Worker:
         has_costs = self.is_remote or bool(self._cost_files)
         return has_costs and any(cost.steps < TRUSTED for cost in self.costs)
 
+    @property
+    def spacing_s(self) -> float:
+        """Mean seconds between the starts of its bubbles, or inf if it has fewer than two."""
+        starts_s = [start_s for start_s, _ in self.bubbles]
+        return (starts_s[-1] - starts_s[0]) / (len(starts_s) - 1) if len(starts_s) > 1 else inf
+
     def passed_s(self, now_s: float) -> float:
         """Return the seconds of work that fitted into its bubbles so far, at the predicted speed."""
         if not self.pattern.capacity_s:

@@ -10,8 +10,8 @@ from weft.conf import load
 from weft.inference.worker.command import controller_url
 from weft.recipes.serving.checks import check_certificate
 
-NICE = 10
-"""Niceness of the controller, so that the ranks of this host have priority."""
+NICE = 5
+"""Niceness of the controller, as of its servers, so that the ranks of this host have priority."""
 
 
 def main(argv: Sequence[str]) -> int:

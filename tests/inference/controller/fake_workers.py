@@ -42,7 +42,8 @@ class FakeWorkers(httpx.AsyncBaseTransport):
 
     dead, hung, dying (in a request), crashing (likewise, with an error), broken, strict, slow, busy (one prompt after
     the other), mute (no word on its health, but answers), crossing (closes connections when asked for its health, but
-    answers), leaving (aborts prompts, as vLLM does when it shuts down), full (answers 503), endless (streams without
+    answers), late (its health comes while the controller does not run, every other time after the controller's
+    timeout), leaving (aborts prompts, as vLLM does when it shuts down), full (answers 503), endless (streams without
     end).
     """
 
@@ -76,6 +77,11 @@ class FakeWorkers(httpx.AsyncBaseTransport):
         if fault == "hung" or (fault == "mute" and request.url.path == "/health"):
             await asyncio.sleep(request.extensions["timeout"]["read"] or 3600.0)
             raise httpx.ReadTimeout("no answer", request=request)
+        if fault == "late" and request.url.path == "/health":
+            self.asked += 1
+            time.sleep(0.5)
+            if self.asked % 2:
+                raise httpx.ReadTimeout("no answer", request=request)
         if request.url.path == "/health":
             if fault in ("slow", "crossing"):
                 self.asked += 1

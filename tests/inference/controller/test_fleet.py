@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from weft.conf.schema import ControllerConfig, PrefillConfig, PrefillWorkerConfig
-from weft.inference.controller.fleet import NO_BUBBLES_S, Fleet
+from weft.inference.controller.fleet import MOST_BUBBLES, NO_BUBBLES_S, Fleet
 from weft.inference.controller.metrics import Metrics
 from weft.inference.controller.peers import SILENT_S, Peers, PlacedWork
 from weft.inference.controller.slowdown import MEMORY_S, SAMPLE_S, Slowdown
@@ -419,3 +419,23 @@ def test_a_pipeline_gets_prompts_although_its_ranks_are_never_idle_together(tmp_
     clock.now_s += QUIET_S + 0.1
     made.refresh()
     assert not made.serving, "a stage without bubbles"
+
+
+def test_predictions_of_a_long_deadline_are_as_much_work_as_of_a_short_one_and_repeat():
+    horizons, clock = [], Clock()
+
+    class Periodic(Board):
+        def upcoming(self, horizon_s):
+            horizons.append(horizon_s)
+            return [(clock() + 0.5 * number, clock() + 0.5 * number + 0.4) for number in range(int(horizon_s / 0.5))]
+
+    made = fleet_of(Periodic(), clock=clock, deadline_s=36_000.0, max_queue=500)
+    made.refresh()
+    assert horizons[-1] == pytest.approx(0.5 * MOST_BUBBLES) == made.horizon_s
+    short = fleet_of(Periodic(), clock=clock, deadline_s=100.0)
+    short.refresh()
+    assert short.horizon_s == 100.0
+    tokens = 3000
+    for _ in range(200):  # far beyond the predicted bubbles
+        ticket = made.place(tokens, 36_000.0)
+    assert ticket.expected_s - clock() > 2 * made.horizon_s

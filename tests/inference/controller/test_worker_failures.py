@@ -53,6 +53,17 @@ async def test_the_caller_gets_an_error_when_all_workers_fail(fault):
         assert (await client.get("/health")).status_code == 200
 
 
+async def test_a_worker_is_up_while_the_controller_itself_gets_no_processor(monkeypatch):
+    workers, states = FakeWorkers(1), []
+    async with controller(workers, probe_s=0.05, silence_s=0.3) as client:
+        set_up = client.fleet.set_up
+        monkeypatch.setattr(client.fleet, "set_up", lambda worker, up: (states.append(up), set_up(worker, up)))
+        workers.fault = {"w0": "late"}
+        while workers.asked < 6:
+            await asyncio.sleep(0.01)
+        assert states and all(states)
+
+
 @pytest.mark.parametrize(("fault", "status", "up"), [("broken", 500, 4), ("dying", 502, 2)])
 async def test_a_prompt_that_breaks_workers_meets_two_of_them_only(fault, status, up):
     workers = FakeWorkers(4)
