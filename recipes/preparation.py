@@ -211,6 +211,7 @@ def _loaders(
             replica=layout.position(dist.get_rank()).replica,
             num_replicas=layout.replicas,
             seed=config.train.seed,
+            ahead=config.pipeline.microbatches,
             evaluation=evaluation,
             host=host,
         )

@@ -69,7 +69,7 @@ def collate(rows: Sequence[Sequence[Document]], sequence_length: int, pad: int, 
 
 
 BATCHES_AHEAD = 4
-"""Number of micro-batches to prepare in advance."""
+"""Smallest number of micro-batches to prepare in advance."""
 BLOCKS_AHEAD = 1
 """Number of blocks to read and lay out while the previous block is in use."""
 
@@ -88,6 +88,8 @@ class Share:
     packing: bool
     pairs: bool = False
     pad: int
+    ahead: int = 0
+    """Micro-batches to prepare in advance if more than `BATCHES_AHEAD`. Those of a step, which a rank reads at once."""
 
     def read_ahead(
         self, cursor: Cursor, left_out: Ranges = (), rounds: Sequence[Sequence[int]] = ()
@@ -102,7 +104,8 @@ class Share:
         """
         blocks = Prefetch(self.host.read(cursor) if self.host else self.order.blocks(cursor), BLOCKS_AHEAD)
         upcoming = sequences(blocks, cursor, left_out)
-        return Prefetch(self._microbatches(upcoming, rounds or [(self.replica,)]), BATCHES_AHEAD, source=blocks)
+        microbatches = self._microbatches(upcoming, rounds or [(self.replica,)])
+        return Prefetch(microbatches, max(self.ahead, BATCHES_AHEAD), source=blocks)
 
     def _microbatches(
         self, upcoming: Iterator[tuple[Placed, int]], rounds: Sequence[Sequence[int]]
@@ -293,6 +296,7 @@ def build_loader(
     replica: int,
     num_replicas: int,
     seed: int,
+    ahead: int = 0,
     evaluation: bool = False,
     source: Source | None = None,
     host: HostLoader | None = None,
@@ -301,9 +305,9 @@ def build_loader(
 
     Args:
         replica: index of the replica. All ranks of a replica get equal loaders.
+        ahead: micro-batches of a step, which are prepared during the step before it.
         evaluation: make one pass in a fixed order over ``data.eval_split`` or the held-out documents, instead of
-        endless
-            passes over the training data.
+            endless passes over the training data.
         source: result of `open_source` for the same data. None opens the data.
         host: the loader of this host, for streamed data. None reads the data in this process.
 
@@ -324,6 +328,7 @@ def build_loader(
             packing=data.packing,
             pairs=data.kind is DataKind.preference,
             pad=padding_id(tokenizer),
+            ahead=ahead,
         )
     )
 

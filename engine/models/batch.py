@@ -74,10 +74,10 @@ class PackedRows:
     @classmethod
     def of(cls, position_ids: Tensor) -> PackedRows | None:
         """Find the documents by ``position_ids`` [B, S] in host memory. Return None if every row is one document."""
-        starts = torch.ones_like(position_ids, dtype=torch.bool)
-        starts[:, 1:] = position_ids[:, 1:] - position_ids[:, :-1] != 1
-        if not starts[:, 1:].any():
+        jumps = position_ids[:, 1:] - position_ids[:, :-1] != 1
+        if not jumps.any():
             return None
+        starts = torch.nn.functional.pad(jumps, (1, 0), value=True)
         ends = torch.tensor([position_ids.numel()], dtype=torch.int32)
         bounds = torch.cat([starts.flatten().nonzero().flatten().to(torch.int32), ends])
         return cls(bounds, int(bounds.diff().max()))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.engine.data.test_packing import document
 from weft.conf.schema import DataConfig, DataKind
 from weft.engine.data import build_loader
+from weft.engine.data import loader as loader_module
 from weft.engine.data.documents import IGNORED, InMemory, Part
 from weft.engine.data.encode import TextEncoder
 from weft.engine.data.loader import MicrobatchLoader, Share
@@ -37,10 +38,20 @@ class Blocks:
             yield Block(self._blocks[number], {"number": number})
 
 
-def share(source, *, size=2, replica=0, replicas=1, lay_out=lay_out_contiguous, seed=7, shuffle=True, endless=True):
+def share(
+    source, *, size=2, replica=0, replicas=1, lay_out=lay_out_contiguous, seed=7, shuffle=True, endless=True, ahead=0
+):
     order = Order(source=source, lay_out=lay_out, sequence_length=8, shuffle=shuffle, seed=seed, endless=endless)
     return MicrobatchLoader(
-        Share(order=order, microbatch_size=size, replica=replica, num_replicas=replicas, packing=True, pad=0)
+        Share(
+            order=order,
+            microbatch_size=size,
+            replica=replica,
+            num_replicas=replicas,
+            packing=True,
+            pad=0,
+            ahead=ahead,
+        )
     )
 
 
@@ -196,6 +207,23 @@ def test_a_position_in_other_data_is_refused():
 def test_data_without_a_document_is_an_error_rather_than_a_hang():
     with pytest.raises(ValueError, match="not one document"):
         next(share(Blocks()))
+
+
+def test_the_microbatches_of_a_step_are_prepared_during_the_step_before(monkeypatch):
+    made, prepared = [], threading.Event()
+    convert = loader_module.collate
+
+    def collate(*args, **named):
+        made.append(1)
+        if len(made) == 2 * 9:  # one step read, and the next
+            prepared.set()
+        return convert(*args, **named)
+
+    monkeypatch.setattr(loader_module, "collate", collate)
+    loader = share(Blocks([8] * 64), ahead=9)
+    loader.peek(9)
+    assert prepared.wait(10)
+    loader.close()
 
 
 # The same properties through Hugging Face datasets, from a file.
