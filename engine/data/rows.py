@@ -188,7 +188,7 @@ def _whole_lines(lines: BinaryIO) -> Iterator[bytes]:
 
 def _separated(file: Path | str, separator: str) -> Iterator[tuple[str, Any]]:
     """Yield the rows of a table in text, whose first line has the columns' names. All values are texts."""
-    csv.field_size_limit(MOST_ROW_BYTES)
+    csv.field_size_limit(MOST_ROW_BYTES // 4)  # a character takes 4 bytes
     reader = csv.reader((line for _, line in _lines(file)), delimiter=separator, strict=True)
     try:
         names = next(reader, [])

@@ -14,7 +14,7 @@ import pytest
 from tests.engine.data.test_as_written import DATES, config, read
 from weft.conf.schema import DataKind
 from weft.engine.data import check_source, storage
-from weft.engine.data.rows import read_rows
+from weft.engine.data.rows import RowFault, read_rows
 
 ROWS = [
     {"prompt": "2020-01-01", "completion": text}
@@ -50,6 +50,16 @@ def test_rows_are_those_of_the_file(tokenizer, tmp_path, suffix, compression):
     for path, streaming in ((file, False), (folder, True), (f"file://{folder}", True)):
         data = config(path, tmp_path, streaming=streaming)
         assert [counted for _, counted in read(data, tokenizer, len(ROWS))] == expected
+
+
+def test_a_quote_that_is_never_closed_is_not_read_to_the_end(tmp_path):
+    file = tmp_path / "a.csv"
+    with file.open("wb") as opened:
+        opened.write(b'text\n"')
+        for _ in range(70):
+            opened.write((b"x" * 1023 + b"\n") * 1024)
+    with pytest.raises(RowFault, match=r"not a row \(field larger than field limit"):
+        list(read_rows(file))
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
