@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import torch
 
-from tests.nccl_rules.group import join
 from weft.comm.channel import ChannelError, TensorSpec
 from weft.comm.shared_channel import share
 from weft.comm.torch_channel import between_hosts, connect
@@ -29,8 +28,6 @@ def messages(seed: int, count: int) -> list[torch.Tensor]:
 
 def exchange(way: str, count: int) -> list[str]:
     """Return the values that arrived changed; receives are posted ahead, and tensors stored for a while."""
-    if way == "notes":
-        join()
     device = init_distributed(60.0)
     hops = {(0, 1), (1, 0)}
     if way == "shared memory":
@@ -74,8 +71,6 @@ def desert() -> str | list[str]:
 
 def keep_silent(way: str) -> str:
     """Return rank 1's error if rank 0 sends nothing."""
-    if way == "notes":
-        join()
     device = init_distributed(60.0)
     if way == "shared memory":
         ends: dict = share({(0, 1)}, timeout_s=0.5)[0]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import pickle
+import signal
 import socket
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 from tests.device.lines import FOLDER, require
 from weft.conf.host.processes import free_port
 
 LOG_TAIL_CHARS = 4000
+STACKS_S = 0.5
+"""Time in which ranks that have not ended print their stacks."""
 _servers: list[Any] = []
 """The running forkserver, if there is one."""
 
@@ -39,7 +42,7 @@ def run_on_devices(
         RuntimeError: a rank failed or was not done in time, with the end of its output.
     """
     from weft.engine.supervision.agent.forkserver import ForkServer  # the core's tests load without supervision
-    from weft.engine.supervision.messages import Fork, Forked, encode
+    from weft.engine.supervision.messages import Fork, Forked, Signal, encode
 
     port, deadline = str(free_port()), monotonic() + timeout_s
     if _servers and _servers[0].process.poll() is not None:  # it is killed as what a module has left
@@ -62,7 +65,7 @@ def run_on_devices(
                 "MASTER_PORT": port,
             }
             output = stack.enter_context(Path(folder, f"{rank}.log").open("w")).fileno()
-            arguments = [str(call), str(Path(folder, f"{rank}.result")), str(timeout_s)]
+            arguments = [str(call), str(Path(folder, f"{rank}.result"))]
             fork = Fork(name=rank, target=f"{__name__}:run", arguments=arguments, environment=environment)
             socket.send_fds(server.socket, [encode(fork)], [output, output])
         while running:
@@ -70,6 +73,9 @@ def run_on_devices(
             message = server.receive()
             code = message.code if isinstance(message, Forked) else None
             if message is None or code:  # no message in time, or a failed rank, whose peers wait for it
+                for rank in running:
+                    server.socket.send(encode(Signal(name=rank, number=signal.SIGUSR1)))
+                sleep(STACKS_S)
                 _servers.pop().close()
                 tails = [log.read_text(errors="replace")[-LOG_TAIL_CHARS:] for log in Path(folder).glob("*.log")]
                 raise RuntimeError(f"{message or f'ranks {running}: nothing in time'}:\n" + "\n-----\n".join(tails))
@@ -86,8 +92,8 @@ def run(arguments: Sequence[str]) -> int:
 
     from tests.device import instrument
 
-    call, result, timeout_s = arguments
-    faulthandler.dump_traceback_later(0.95 * float(timeout_s))
+    call, result = arguments
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     function, args = pickle.loads(Path(call).read_bytes())
     Path(result).write_bytes(pickle.dumps(function(*args)))
     instrument.save()

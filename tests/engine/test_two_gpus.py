@@ -1,4 +1,4 @@
-"""The engine on two GPUs over NCCL: what `tests/nccl_rules` says on CPUs, said by NCCL itself."""
+"""The engine on two GPUs over NCCL: what `tests/device/test_engine.py` says on emulated ones, said by NCCL itself."""
 
 import json
 

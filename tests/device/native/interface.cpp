@@ -29,6 +29,13 @@ void emulated_set_lag(double default_ms, double other_ms) {
   settings().other_lag_ms = other_ms;
 }
 
+void emulated_set_limit(double seconds) {
+  Lock lock(mutex());
+  settings().limit_s = seconds;
+}
+void emulated_abort_stream(int64_t number) { abort_stream(number); }
+void emulated_count_wait(const char* why) { count_wait(why); }
+
 void emulated_sleep(double ms) {
   Lock lock(mutex());
   launch(lock, current_stream(current_device()), "sleep",

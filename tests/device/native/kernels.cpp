@@ -206,7 +206,7 @@ class Call {
       now = launch(lock, stream_, schema_.name().c_str());
       check(lock, now, {});
     }
-    await(now);
+    await(now, schema_.name(), true);
     Stack results = for_kernels();
     call(op_, results);
     for (size_t i = 0; i < results.size(); ++i)

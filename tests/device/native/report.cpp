@@ -27,7 +27,8 @@ std::map<std::string, std::map<std::string, int>>& counts() {
 
 constexpr std::array QUIET = {
     "/torch/",     "/deepspeed/", "/transformers/",  "contextlib",      "threading",       "/concurrent/", "<frozen",
-    "<string>",    "runpy",       "device/cuda.py",  "device/group.py", "device/ranks.py"};
+    "<string>",    "runpy",       "device/cuda.py",  "device/group.py", "device/ranks.py", "device/rules.py",
+    "device/instrument.py", "comm/sums.py"};
 
 // "folder/file.py" of a code object, or nothing if its lines are not reported. The interpreter lock is held.
 const std::string& reported_name(PyCodeObject* code) {

@@ -66,7 +66,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     count_wait("stream.synchronize");
-    await(end_of(number_of(stream)));
+    await(end_of(number_of(stream)), "stream.synchronize");
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     count_wait("synchronize");
@@ -76,7 +76,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       for (int stream : streams_on(lock, device < 0 ? current_device() : device))
         ends.push_back(launch(lock, stream, "record"));
     }
-    for (auto& end : ends) await(end);
+    for (auto& end : ends) await(end, "synchronize");
   }
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
@@ -97,7 +97,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (queryEvent(event)) return;
     count_wait("event.synchronize", false);
-    await(moment_of(event));
+    await(moment_of(event), "event.synchronize");
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {

@@ -5,6 +5,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <thread>
 
 namespace emulated {
@@ -25,6 +26,8 @@ struct Stream {
   std::deque<Operation> operations;
   std::condition_variable launched;
   Clock clock;
+  MomentPtr running;  // the end of the operation that was begun last
+  bool aborted = false;
   bool has_thread = false;  // from the first launch on: a process that has launched nothing can be forked
 };
 
@@ -33,6 +36,7 @@ struct Streams {
   std::condition_variable progress;
   Clock host;  // operations that the host has waited for
   uint64_t launched = 0;
+  std::vector<std::pair<MomentPtr, std::string>> calls;  // kernels of communicators that may not have ended
 };
 
 Streams& streams() {  // never destroyed: its threads run until the process ends
@@ -55,6 +59,12 @@ void run(Operation& operation) {
   operation.run = nullptr;  // its tensors are freed without the lock
 }
 
+void finish(Moment& moment) {
+  moment.reached = true;
+  moment.time = steady_clock::now();
+  streams().progress.notify_all();
+}
+
 void work(Stream& stream) {
   is_stream_thread = true;
   Lock lock(mutex());
@@ -62,6 +72,7 @@ void work(Stream& stream) {
     stream.launched.wait(lock, [&] { return !stream.operations.empty(); });
     Operation operation = std::move(stream.operations.front());
     stream.operations.pop_front();
+    stream.running = operation.end;
     auto& set = settings();
     double lag_ms = stream.number < set.num_devices ? set.default_lag_ms : set.other_lag_ms;
     lock.unlock();
@@ -71,9 +82,7 @@ void work(Stream& stream) {
     lock.unlock();
     run(operation);
     lock.lock();
-    operation.end->reached = true;
-    operation.end->time = steady_clock::now();
-    streams().progress.notify_all();
+    finish(*operation.end);
   }
 }
 
@@ -135,6 +144,10 @@ MomentPtr launch(Lock&, int number, const char* name, std::function<void()> run,
   ++streams().launched;
   auto end = std::make_shared<Moment>();
   end->clock = stream.clock;
+  if (stream.aborted) {
+    finish(*end);
+    return end;
+  }
   stream.operations.push_back({name, std::move(run), after, end, steady_clock::now()});
   if (!stream.has_thread) std::thread([&stream] { work(stream); }).detach();
   stream.has_thread = true;
@@ -147,10 +160,44 @@ uint64_t num_launched() {
   return streams().launched;
 }
 
-void await(const MomentPtr& moment) {
+MomentPtr launch_call(Lock& lock, int number, const std::string& name, std::function<void()> run) {
+  auto& calls = streams().calls;
+  calls.erase(std::remove_if(calls.begin(), calls.end(), [](auto& call) { return call.first->reached; }), calls.end());
+  calls.emplace_back(launch(lock, number, "call", std::move(run)), name);
+  return calls.back().first;
+}
+
+void abort_stream(int number) {
+  std::deque<Operation> dropped;  // freed without the lock
+  Lock lock(mutex());
+  Stream& stream = *streams().all.at(number);
+  stream.aborted = true;
+  dropped.swap(stream.operations);
+  for (auto& operation : dropped) finish(*operation.end);
+  if (stream.running) finish(*stream.running);
+  lock.unlock();
+}
+
+void await(const MomentPtr& moment, const std::string& why, bool value) {
   WithoutInterpreterLock released;
   Lock lock(mutex());
-  streams().progress.wait(lock, [&] { return moment->reached; });
+  double limit_s = settings().limit_s;
+  auto& calls = streams().calls;
+  std::vector<MomentPtr> awaited{moment};
+  if (limit_s && value)
+    for (auto& call : calls) awaited.push_back(call.first);
+  auto has_ended = [&, next = size_t(0)]() mutable {
+    while (next < awaited.size() && awaited[next]->reached) ++next;
+    return next == awaited.size();
+  };
+  if (!limit_s) {
+    streams().progress.wait(lock, has_ended);
+  } else if (!streams().progress.wait_for(lock, std::chrono::duration<double>(limit_s), has_ended)) {
+    auto call = std::find_if(calls.begin(), calls.end(), [](auto& call) { return !call.first->reached; });
+    std::string what = call == calls.end() ? "earlier operations" : call->second;
+    lock.unlock();
+    TORCH_CHECK(false, "waits for ", why, " behind ", what, ", called from ", calling_line());
+  }
   join(streams().host, moment->clock);
 }
 

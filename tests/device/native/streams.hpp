@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 namespace emulated {
@@ -41,6 +42,7 @@ std::mutex& mutex();
 struct Settings {
   int num_devices = 1;
   double default_lag_ms = 0, other_lag_ms = 0;  // delay of each operation after its launch, by kind of stream
+  double limit_s = 0;  // of waits of the host, if it is not 0
 };
 Settings& settings();
 
@@ -57,8 +59,15 @@ std::vector<int> streams_on(Lock&, c10::DeviceIndex device);
 MomentPtr launch(Lock&, int stream, const char* name, std::function<void()> run = {}, const MomentPtr& after = {});
 uint64_t num_launched();
 
-// Block the host until `moment`; later launches are ordered after it.
-void await(const MomentPtr& moment);
+// Queue a communicator's kernel. Until it ends it holds the device.
+MomentPtr launch_call(Lock&, int stream, const std::string& name, std::function<void()> run);
+
+// End what is queued on a stream and what runs there, whose results are garbage then.
+void abort_stream(int stream);
+
+// Block the host until `moment`; later launches are ordered after it. With a limit, a host that needs a `value` also waits
+// for all communicators' kernels, which may hold the device, and fails after the limit.
+void await(const MomentPtr& moment, const std::string& why, bool value = false);
 bool has_reached(Lock&, const MomentPtr& moment);
 bool on_stream_thread();
 

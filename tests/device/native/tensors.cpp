@@ -124,7 +124,7 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) 
   if (blocks) {
     count_wait(std::string("copy ") + (self.is_cuda() ? "from" : "to") + (pageable ? " pageable" : " pinned") + " memory",
                !non_blocking || !self.is_cuda());
-    await(now);
+    await(now, "copy", !self.is_cuda());
   }
   return self;
 }
@@ -173,7 +173,7 @@ Extent extent_of(const at::Tensor& tensor) {
 void queue_call(int64_t stream, at::TensorList reads, at::TensorList writes, std::string name, int64_t function) {
   std::string by = name + " at " + calling_line();
   Lock lock(mutex());
-  MomentPtr now = launch(lock, stream, "call", reinterpret_cast<void (*)()>(function));
+  MomentPtr now = launch_call(lock, stream, name, reinterpret_cast<void (*)()>(function));
   for (const at::Tensor& tensor : reads) check_tensor(lock, tensor, stream, now, false, by);
   for (const at::Tensor& tensor : writes) check_tensor(lock, tensor, stream, now, true, by);
 }

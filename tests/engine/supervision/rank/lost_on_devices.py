@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +12,11 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
+from tests.device import rules
 from tests.engine.checkpoint.engines import data
-from tests.nccl_rules.device import Device
-from tests.nccl_rules.group import join, serve_store
 from weft.comm import rts_channel
-from weft.comm.channel import ChannelError
 from weft.comm.rts_channel import RtsSender
+from weft.conf.host.processes import end_with_parent
 from weft.conf.schema import WeftConfig
 from weft.engine.attempt import Attempt
 from weft.engine.initialize import build_engine
@@ -29,7 +27,6 @@ from weft.engine.supervision.messages import Assignment
 from weft.engine.supervision.rank import attempts
 from weft.engine.supervision.rank.attempts import run_attempts
 from weft.engine.zero.sharding import Sharding
-from weft.tools.children import end_with_parent
 
 LIMIT_S = 40.0
 """After which a device that waits is stuck."""
@@ -105,10 +102,9 @@ def train_through(config: WeftConfig, root: str, dying: Sequence[tuple[str, int,
     """
     rank = int(os.environ["RANK"])
     found: dict[str, Any] = {"losses": {}, "errors": [], "recovered": [], "begun": 0}
-    store = serve_store() if rank == 0 and any(dead == 0 for _, dead, _ in dying) else None
+    server = _store(serves=True) if rank == 0 else None  # in the process that stays
     for attempt, (_, dead, _) in enumerate(dying):
         if dead == rank:
-            faulthandler.cancel_dump_traceback_later()  # its thread does not come along
             child = os.fork()
             if not child:
                 end_with_parent()
@@ -118,25 +114,31 @@ def train_through(config: WeftConfig, root: str, dying: Sequence[tuple[str, int,
             os.environ["WEFT_ATTEMPT"] = str(attempt + 1)
             found["begun"] = attempt + 1
     _attempts(config, root, dying, steps, found)
-    del store  # here until all attempts are over
+    del server  # here until all attempts are over
     return found
+
+
+def _store(*, serves: bool = False) -> dist.Store:
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(*address, is_master=serves, timeout=rules.TIMEOUT, wait_for_workers=False)
 
 
 def _attempts(
     config: WeftConfig, root: str, dying: Sequence[tuple[str, int, int]], steps: int, found: dict[str, Any]
 ) -> None:
     os.environ.setdefault("WEFT_ATTEMPT", "0")
-    devices: list[Device] = []
 
     def once(_: Sequence[str], attempt: Attempt) -> int:
         number = int(os.environ["WEFT_ATTEMPT"])
-        while devices:
-            devices.pop().leave()
-        devices.append(join(LIMIT_S, attempt=number))
+        store = dist.PrefixStore(f"attempt {number}", _store())
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=world)
+        rules.limit(LIMIT_S)
+        rules.keep_order(store)
         death = dying[number] if number < len(dying) else None
         try:
             _train(config, root, death, steps, attempt, found)
-        except ChannelError as error:
+        except Exception as error:
             found["errors"].append(str(error))
             raise
         return 0

@@ -1,19 +1,16 @@
-"""Runs of the engine's ranks under NCCL's rules."""
+"""Runs of the engine's ranks on emulated devices under NCCL's rules."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.nccl_rules.device import Device
-from tests.nccl_rules.group import join
-from tests.nccl_rules.host import HostRules
+from tests.device import cuda, rules
 from weft.comm.collectives import Rewrite
 from weft.comm.links import Sites
 from weft.conf.schema import CommConfig, WeftConfig
@@ -28,17 +25,16 @@ def losses_under_rules(
     """Losses of several runs, and what the host has waited for inside their steps.
 
     Args:
-        bound: as of `join`.
+        bound: see `rules.bound`.
         sites: of each rank, where there are several.
     """
     from tests.engine.tiny import many_losses
 
     over = Sites(sites, CommConfig(connections=2, timeout_s=LIMIT_S)) if sites else None
-    device = join(LIMIT_S, bound=bound, sites=over)
-    rule_strands(device)
-    if over is None:  # between sites collectives have threads on GPUs, too
-        rule_collectives(device)
-    waits = note_waits_in_steps(device)
+    rules.join(LIMIT_S, bound_device=bound, sites=over)
+    if over is not None:
+        rules.count_waits_for_sites()
+    waits = note_waits_in_steps()
     return many_losses(configs, steps), dict(waits)
 
 
@@ -60,9 +56,8 @@ def divided_under_rules(
     from weft.comm.collectives.communicator import Communicator
 
     probe.host_identity = lambda: ("host", hosts[dist.get_rank()])
-    device = join(LIMIT_S, bound=True)
-    rule_collectives(device)
-    waits = note_waits_in_steps(device)
+    rules.join(LIMIT_S, bound_device=True)
+    waits = note_waits_in_steps()
     start, started = Communicator.start, set()
 
     def noting(communicator: Communicator, rewrite: Rewrite, *tensors: Any) -> Any:
@@ -95,37 +90,8 @@ def adapted_under_rules(configs: list[WeftConfig]) -> list[dict[str, Any]]:
     """Return the losses and schedules of runs, of which the adaptive ones change their schedule."""
     from tests.engine.planning.adapted import train
 
-    rule_collectives(join(LIMIT_S, bound=True))
+    rules.join(LIMIT_S, bound_device=True)
     return [train(config, 0) for config in configs]
-
-
-def rule_strands(device: Device) -> None:
-    """Put the threads of strands under the host's rules, too: what torch intercepts it does thread by thread."""
-    from weft.engine.strands.pair import StrandThread
-
-    run = StrandThread._run
-
-    def ruled(thread: StrandThread) -> None:
-        with HostRules(device):
-            run(thread)
-
-    StrandThread._run = ruled  # type: ignore[method-assign]
-
-
-def rule_collectives(device: Device) -> None:
-    """Put the threads of collectives under the host's rules, too: on a GPU the host itself launches what they do."""
-    from weft.comm.collectives.executors import ThreadExecutor
-
-    submit = ThreadExecutor.submit
-
-    def ruled(executor: ThreadExecutor, work: Callable[[Tensor], Tensor], after: Any) -> Any:
-        def run(tensor: Tensor) -> Tensor:
-            with HostRules(device):
-                return work(tensor)
-
-        return submit(executor, run, after)
-
-    ThreadExecutor.submit = ruled  # type: ignore[method-assign]
 
 
 def without_eager_connection(config: WeftConfig, limit_s: float) -> str:
@@ -133,7 +99,7 @@ def without_eager_connection(config: WeftConfig, limit_s: float) -> str:
     from tests.engine.tiny import weft_losses
     from weft.comm import torch_channel
 
-    join(limit_s)
+    rules.join(limit_s)
     torch_channel.connect_pairs = lambda *_: None  # type: ignore[assignment]
     try:
         weft_losses(config, 1)
@@ -149,8 +115,8 @@ def a_run(config: WeftConfig, folder: str, overrides: list[str]) -> dict[str, An
     from weft.engine.initialize import initialize
     from weft.recipes.train import train
 
-    device = join(LIMIT_S)
-    waits = note_waits_in_steps(device)
+    rules.join(LIMIT_S)
+    waits = note_waits_in_steps()
     engine = begun(config)
     losses = [float(engine.train_batch())]
     held_back = batches(engine.replica, engine.num_replicas)
@@ -182,16 +148,19 @@ def a_run(config: WeftConfig, folder: str, overrides: list[str]) -> dict[str, An
     }
 
 
-def note_waits_in_steps(device: Device) -> Counter[str]:
-    """Filled with what the host waits for while any engine trains on a batch."""
+def note_waits_in_steps() -> Counter[str]:
+    """Filled with what a thread of the host waits for while any engine trains on a batch."""
     from weft.engine.engine import WeftEngine
 
     train_batch, found = WeftEngine.train_batch, Counter[str]()
 
+    def waits() -> Counter[str]:
+        return cuda.observed("waits") + cuda.observed("thread waits")
+
     def noting(engine: WeftEngine, *args: Any) -> Tensor:
-        before = Counter(device.host_waits)
+        before = waits()
         loss = train_batch(engine, *args)
-        found.update(device.host_waits - before)
+        found.update(waits() - before)
         return loss
 
     WeftEngine.train_batch = noting  # type: ignore[method-assign]
