@@ -3,7 +3,8 @@
 An NCCL kernel waits for a dead rank until its communicator is aborted, and the host waits for the kernel. A gloo
 connection, however, breaks when its process ends. So each rank keeps a gloo receive posted from the previous and the
 next rank of a ring. If a receive fails, the rank notifies its other neighbour and aborts its own NCCL communicators,
-which frees its device.
+which frees its device. It does so between steps too: a gather of weights may still wait for the dead rank then, and the
+host for the gather.
 """
 
 from __future__ import annotations
@@ -28,26 +29,25 @@ _LEAVES = -1
 """In place of a lost rank's number: the sender closes in order."""
 _POLL_S = 0.05
 GRACE_S = 1.0
-"""Seconds that a device has to end its work after a rank has ended; that work may not need the rank any more."""
+"""Seconds that a device has to end its work after a rank has ended, because that work may not need the rank."""
 _FAREWELL = timedelta(seconds=5)
 
 
 class Lifeline:
     """Detects that another rank has died, reports which one, and frees this rank's device. See the module."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         """Post the receives, on threads of their own. A collective call over the world.
 
         Args:
             group: a group of the whole world, in host memory.
         """
-        self._group, self._device = group, device
+        self._group = group
         self._me, size = dist.get_rank(), dist.get_world_size()
         self._neighbours = {(self._me - 1) % size, (self._me + 1) % size} - {self._me}
         self._changing = threading.Lock()
         self._lost: int | None = None
-        self._steps, self._closed = 0, False
-        self._ended: torch.cuda.Event | None = None
+        self._closed = False
         self._works: list[dist.Work | None] = []
         self.on_loss: Callable[[ChannelError], None] = lambda error: None
         """Called on a thread when a rank is lost, to make this rank's waits fail."""
@@ -61,18 +61,14 @@ class Lifeline:
         Raises:
             ChannelError: a rank is lost.
         """
-        self._steps += 1  # before the check, so that a later loss finds this rank busy
+        self.check()
         try:
-            self.check()
             yield
         except Exception as error:
             self._grant_grace(error)
             if self._lost is not None:
                 raise self._error() from error
             raise
-        finally:
-            self._ended = record_event(self._device)
-            self._steps -= 1
         self.check()
 
     def check(self) -> None:
@@ -119,14 +115,10 @@ class Lifeline:
                 self._works.append(self._send(peer, rank))
         self.on_loss(self._error())
         limit = monotonic() + GRACE_S
-        while self._is_busy() and not self._closed:
-            if monotonic() > limit:
-                abort_devices_groups()
-                return
+        while not self._closed and monotonic() < limit:
             sleep(_POLL_S)
-
-    def _is_busy(self) -> bool:
-        return self._steps > 0 or (self._ended is not None and not self._ended.query())
+        if not self._closed:
+            abort_devices_groups()
 
     def _send(self, peer: int, what: int) -> dist.Work:
         work = dist.isend(torch.tensor([what]), peer, group=self._group, tag=_TAG)
@@ -143,11 +135,6 @@ class Lifeline:
         limit = monotonic() + GRACE_S
         while self._lost is None and monotonic() < limit:
             sleep(_POLL_S)
-
-
-def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event after all work queued on a GPU, or None for a CPU, whose work is complete."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def abort_devices_groups() -> None:

@@ -97,7 +97,7 @@ class Neighbours:
             {layout.position(there).stage: end for (here, there), end in channels.items() if here == me},
             {layout.position(here).stage: end for (here, there), end in channels.items() if there == me},
             own,
-            None if hosts is None else Lifeline(hosts, device),
+            None if hosts is None else Lifeline(hosts),
         )
         if joined.lifeline is not None:
             joined.lifeline.on_loss = joined.interrupt

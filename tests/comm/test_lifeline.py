@@ -1,11 +1,10 @@
-"""A rank that dies is named to all others, and the devices of those that are in a step are freed."""
+"""A rank that dies is named to all others, and the devices of those that do not leave in time are freed."""
 
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from time import sleep
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.thread_ranks import run_in_threads
@@ -28,11 +27,15 @@ def freed(monkeypatch):
 
 def line(group: dist.ProcessGroup) -> Lifeline:
     """Return the line of the rank whose thread calls."""
-    return Lifeline(group, torch.device("cpu"))
+    return Lifeline(group)
 
 
-def outlive(size: int, *, busy: bool) -> str:
-    """Return a rank's error after `DEAD` has closed its connections, as the kernel does for a process that has died."""
+def outlive(size: int, freed: list[str], *, in_step: bool, num_freed: int) -> str:
+    """Return a rank's error after `DEAD` has closed its connections, as the kernel does for a process that has died.
+
+    Args:
+        num_freed: number of ranks that free their devices before this one leaves.
+    """
     group = dist.new_group(backend="gloo")
     if dist.get_rank() == DEAD:
         dist.barrier(group=group)
@@ -42,11 +45,8 @@ def outlive(size: int, *, busy: bool) -> str:
     mine.on_loss = heard.append
     dist.barrier(group=group)
     try:
-        with mine.watching():
-            if busy:
-                until(lambda: heard, timeout_s=10.0)
-                sleep(0.5)
-        until(lambda: heard, timeout_s=10.0)
+        with mine.watching() if in_step else nullcontext():
+            until(lambda: heard and len(freed) == num_freed, timeout_s=10.0)
         mine.check()
     except ChannelError as error:
         assert [str(each) for each in heard] == [str(error)], "the waits of its channels fail once"
@@ -56,16 +56,19 @@ def outlive(size: int, *, busy: bool) -> str:
     return "nothing"
 
 
+@pytest.mark.parametrize("in_step", [True, False])
 @pytest.mark.parametrize("size", [3, 5])
-def test_all_hear_of_a_death_and_those_in_a_step_free_their_devices(size, freed):
-    said = run_in_threads(size, outlive, size, busy=True)
+def test_all_hear_of_a_death_and_free_their_devices_in_a_step_and_between_steps(size, in_step, freed):
+    said = run_in_threads(size, outlive, size, freed, in_step=in_step, num_freed=size - 1)
     lost = f"rank {DEAD} has ended or cannot be reached"
     assert said == [lost if rank != DEAD else "" for rank in range(size)]
     assert len(freed) == size - 1
 
 
-def test_a_device_that_is_through_is_left_alone(freed):
-    assert run_in_threads(3, outlive, 3, busy=False)[0] == f"rank {DEAD} has ended or cannot be reached"
+def test_ranks_that_leave_in_time_abort_nothing(freed, monkeypatch):
+    monkeypatch.setattr(module, "GRACE_S", 10.0)
+    said = run_in_threads(3, outlive, 3, freed, in_step=False, num_freed=0)
+    assert said[0] == f"rank {DEAD} has ended or cannot be reached"
     assert not freed
 
 

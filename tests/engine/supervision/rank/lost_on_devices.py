@@ -62,7 +62,13 @@ def in_a_reduction(stack: Any) -> None:
 
 def behind_its_step(stack: Any) -> None:
     """Replicas wait for its new weights when their steps have ended: the host reads the loss, outside of a step."""
-    stack.enter_context(patch.object(Sharding, "publish", lambda _: die()))
+
+    def publish(sharding: Sharding) -> None:
+        replicas = set(sharding.collectives.group.ranks) - {dist.get_rank()}
+        dist.distributed_c10d._get_default_store().wait([f"step ended on {rank}" for rank in replicas])
+        die()
+
+    stack.enter_context(patch.object(Sharding, "publish", publish))
 
 
 DEATHS: Mapping[str, Callable[[Any], None]] = {
@@ -171,7 +177,10 @@ def _train(
     for step in range(engine.global_steps + 1, steps + 1):
         if death is not None and death[1:] == (rank, step):
             DEATHS[death[0]](attempt)
-        found["losses"][step] = float(engine.train_batch())
+        loss = engine.train_batch()
+        if death is not None and death[2] == step:
+            dist.distributed_c10d._get_default_store().set(f"step ended on {rank}", "")
+        found["losses"][step] = float(loss)
         memory.take({})
         memory.finish()
     dist.barrier()
