@@ -24,6 +24,7 @@ import pytest
 gc.disable()  # until all tests are collected: each search for garbage would look through what is there so far
 COROUTINE_LIMIT_S = 120.0
 THREAD_LIMIT_S = 10.0
+KILLED_S = 10.0
 NUM_GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 # What runs of this user have measured (~/.cache/weft) decides no test; compiled code and models may be shared.
@@ -177,9 +178,11 @@ def _no_process_left() -> Iterator[None]:
     """Kill what a module's tests started and left running, such as ranks of a failed test."""
     before = set(_descendants())
     yield
-    for process in set(_descendants()) - before:
+    left = set(_descendants()) - before
+    for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+    psutil.wait_procs(left, timeout=KILLED_S)  # who holds one, as `run_on_devices` does, sees that it has ended
 
 
 def _descendants() -> Iterator[psutil.Process]:
