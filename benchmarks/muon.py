@@ -19,6 +19,7 @@ from benchmarks.results import finish, parse, show
 from weft.conf.deepspeed import deepspeed_sections
 from weft.conf.schema import ModelConfig, OptimizerConfig, OptimizerKind, PipelineConfig, TrainConfig, WeftConfig
 from weft.engine.deepspeed.construction import parameter_groups
+from weft.engine.distributed import init_distributed
 from weft.engine.initialize import initialize
 from weft.engine.stages.files.loading import build_model
 from weft.tools.ranks import run_ranks
@@ -88,6 +89,7 @@ def _measured(width: int, layers: int, tokens: int, microbatches: int, rounds: i
     """Return the times of this rank. Engines take turns, so that they share whatever else the machine does."""
     torch.set_num_threads(1)
     torch.compiler.set_stance("force_eager")  # DeepSpeed's Newton-Schulz, as in Weft, without minutes of compilation
+    init_distributed()  # DeepSpeed's own would compile an operator for minutes
     runs: dict[tuple[str, str], _Run] = {}
     # DeepSpeed's first: it refuses to share a process with a pipeline that is there already.
     for title, make, stages in (

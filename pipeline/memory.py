@@ -23,6 +23,8 @@ ROOT_BYTES = 4
 """Bytes of a root of a second moment, or of an update."""
 NEWTON_SCHULZ_COPIES = 5
 """fp32 copies of a square matrix that Newton-Schulz iterations need at most: update, iterate and three products."""
+BATCH_ELEMENTS = 2**16
+"""Elements of small matrices that Newton-Schulz iterations take together, because launches take most of their time."""
 ALIGNMENT = 8
 """Shard sizes are multiples of this number of elements, so that fast kernels and transports apply."""
 USABLE = 0.8
@@ -66,8 +68,9 @@ def stepping_bytes(optimizer: OptimizerConfig, stepped: float, largest: float, *
 
     AdamW of torch needs the roots of the second moments; on a CPU, where it updates one parameter after the other, two
     copies of one parameter. SGD with weight decay needs a copy of the gradients, in the same way. LAMB needs all
-    updates and a root. Muon needs up to `NEWTON_SCHULZ_COPIES` of a matrix, and AdamW's for other parameters. With
-    8-bit moments a CPU needs `INT8_COPIES` of one parameter, with bf16 moments any device needs `BF16_COPIES`.
+    updates and a root. Muon needs up to `NEWTON_SCHULZ_COPIES` of a matrix or a batch of them, and AdamW's for other
+    parameters. With 8-bit moments a CPU needs `INT8_COPIES` of one parameter, with bf16 moments any device needs
+    `BF16_COPIES`.
 
     Args:
         stepped: number of weights that a rank's optimiser updates.
@@ -83,7 +86,8 @@ def stepping_bytes(optimizer: OptimizerConfig, stepped: float, largest: float, *
         return ROOT_BYTES * (stepped + 2 * largest)
     at_once = stepped if together else largest
     if optimizer.kind is OptimizerKind.muon:
-        return ROOT_BYTES * max(NEWTON_SCHULZ_COPIES * largest, at_once * (1 if together else 2))
+        batch = max(largest, min(stepped, BATCH_ELEMENTS))
+        return ROOT_BYTES * max(NEWTON_SCHULZ_COPIES * batch, at_once * (1 if together else 2))
     if optimizer.kind is OptimizerKind.sgd:
         return ROOT_BYTES * at_once if optimizer.weight_decay else 0.0
     return ROOT_BYTES * at_once * (1 if together else 2)

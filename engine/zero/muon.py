@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from inspect import unwrap
 from typing import Any
 
@@ -11,6 +11,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.muon import original_muon
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from torch import Tensor
+
+from weft.pipeline.memory import BATCH_ELEMENTS
 
 NEWTON_SCHULZ = {
     # Eager: to compile for each shape takes about a minute, during which other ranks wait.
@@ -45,21 +47,39 @@ class Muon(MuonWithAuxAdam):
     def step(self, closure: None = None) -> None:
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
-            for weight in group["params"] if group["use_muon"] else ():
-                if weight.grad is not None:
-                    self._step_matrix(weight, weight.grad, group)
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            for batch in _batches(weights) if group["use_muon"] else ():
+                self._step_matrices(batch, group)
         if self.aux_optimizer is not None:
             self.aux_optimizer.step()
 
-    def _step_matrix(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state, beta = self.state[weight], group["momentum"]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(weight)
-        momentum = state["momentum_buffer"].lerp_(gradient, 1 - beta)
-        update = gradient.lerp(momentum, beta)
-        if update.ndim == 4:  # a convolution's filters
-            update = update.flatten(1)
+    def _step_matrices(self, weights: Sequence[Tensor], group: dict[str, Any]) -> None:
+        """Update matrices of one shape, which are orthogonalized together."""
+        beta, gradients, momenta = group["momentum"], [weight.grad for weight in weights], []
+        for weight in weights:
+            state = self.state[weight]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(weight)
+            momenta.append(state["momentum_buffer"])
+        torch._foreach_lerp_(momenta, gradients, 1 - beta)
+        updates = torch._foreach_lerp(gradients, momenta, beta)
+        update = torch.stack(updates) if len(weights) > 1 else updates[0]
+        del updates
+        if weights[0].ndim == 4:  # a convolution's filters
+            update = update.flatten(-3)
         update = NEWTON_SCHULZ[group["ns_method"]](update, steps=NUM_ITERATIONS)
-        update *= original_muon._aspect_ratio_scale(*weight.shape[-2:])
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-        weight.add_(update.to(weight.dtype).reshape(weight.shape), alpha=-group["lr"])
+        update *= original_muon._aspect_ratio_scale(*weights[0].shape[-2:])
+        update = update.to(weights[0].dtype).reshape(len(weights), *weights[0].shape)
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(weights, list(update), alpha=-group["lr"])
+
+
+def _batches(weights: Iterable[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Yield matrices of one shape and type, as many as have `BATCH_ELEMENTS` elements. A larger one is alone."""
+    by_kind: dict[Any, list[Tensor]] = {}
+    for weight in weights:
+        by_kind.setdefault((weight.shape, weight.dtype), []).append(weight)
+    for (shape, _), alike in by_kind.items():
+        size = max(1, BATCH_ELEMENTS // shape.numel())
+        for first in range(0, len(alike), size):
+            yield alike[first : first + size]

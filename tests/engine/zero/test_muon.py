@@ -1,11 +1,13 @@
 """Muon equals DeepSpeed's, takes the parameters that DeepSpeed's takes, and steps each matrix on one replica."""
 
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.zero.muon import original_muon
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -16,7 +18,7 @@ from tests.engine.zero.deepspeed_muon import deepspeed_losses, orthogonalize_in_
 from tests.engine.zero.replicas import SmallStage
 from weft.conf.schema import OptimizerKind, ZeroConfig
 from weft.engine.models.hidden_matrices import is_hidden_matrix, newton_schulz_work, place, tag
-from weft.engine.zero import Collectives
+from weft.engine.zero import Collectives, muon
 from weft.engine.zero.division import divide
 from weft.engine.zero.muon import Muon
 from weft.tools.ranks import run_ranks
@@ -50,6 +52,36 @@ def test_ten_steps_equal_deepspeeds(more):
                 optimizer.step()
     (ours, _), (theirs, _) = made.values()
     assert all(torch.equal(ours[name], theirs[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize("more", [{}, {"ns_method": "standard"}])
+def test_small_matrices_of_one_shape_are_orthogonalized_together(more, monkeypatch):
+    monkeypatch.setattr(original_muon, "ns_compute_dtype", lambda _method="gram": torch.float32)
+    calls = []
+
+    def counted(orthogonalize, update, steps):
+        calls.append(tuple(update.shape))
+        return orthogonalize(update, steps)
+
+    kernels = {name: partial(counted, kernel) for name, kernel in muon.NEWTON_SCHULZ.items()}
+    monkeypatch.setattr(muon, "NEWTON_SCHULZ", kernels)
+    shapes = [(5, 12), (12, 5), (5, 12), (5, 12), (20, 20), (20, 20), (2, 3, 2, 2), (2, 3, 2, 2), (7,)]
+    gradients = [[torch.randn(shape) for shape in shapes] for _ in range(3)]
+    made = []
+    for limit in (150, 1):
+        monkeypatch.setattr(muon, "BATCH_ELEMENTS", limit)
+        torch.manual_seed(3)
+        weights = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+        tag((f"layer.{number}", weight) for number, weight in enumerate(weights))
+        optimizer = Muon([{"params": weights}], SETTINGS | more)
+        for step in gradients:
+            for weight, gradient in zip(weights, step, strict=True):
+                weight.grad = gradient.clone()
+            optimizer.step()
+        made.append([weight.detach() for weight in weights])
+    together = [(2, 5, 12), (5, 12), (12, 5), (20, 20), (20, 20), (2, 2, 12)]
+    assert sorted(calls[:6]) == sorted(together) and len(calls) == 3 * (6 + 8)
+    torch.testing.assert_close(*made, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "gpt_neox", "mixtral", "gemma2", "bloom"])

@@ -128,9 +128,9 @@ CASES = {
 
 def newton_schulz(update, steps):
     """DeepSpeed's iterations, which round to bf16 and so turn the last bit of a gradient into 1 %, in fp64."""
-    x = update.double() / (update.double().norm() + 1e-7)
+    x = update.double() / (update.double().norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
-        gram = x @ x.T
+        gram = x @ x.mT
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
     return x.float()
 
