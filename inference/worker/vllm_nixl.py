@@ -1,9 +1,11 @@
-"""vLLM's NIXL connectors without a progress thread, whose polling would take a core from training, or over the WAN.
+"""vLLM's NIXL connectors with a progress thread that does not poll, or over the WAN.
 
 `--kv-transfer-config '{"kv_connector": "QuietNixlConnector", "kv_connector_module_path":
-"weft.inference.worker.vllm_nixl", ...}'`. Transfers then progress in engine steps, which `BubbleScheduler` continues to
-make, without tokens, while blocks are to be transferred. With `weft_wan_mbps` in `kv_connector_extra_config`, a
-`WanAgent` that sends at most so much takes NIXL's place.
+"weft.inference.worker.vllm_nixl", ...}'`. NIXL's progress thread polls without a pause, which would take a core from
+training. Here it blocks until its network has something to do, so that a read of a cache does not wait for the owner's
+next step. Which blocks were read is processed in engine steps, which `BubbleScheduler` continues to make, without
+tokens, while blocks are to be transferred. With `weft_wan_mbps` in `kv_connector_extra_config`, a `WanAgent` that sends
+at most so much takes NIXL's place.
 
 A decode server has no other plug-in of ours in its engine, so this one also corrects LoRA adapters on a CPU.
 """
@@ -11,6 +13,7 @@ A decode server has no other plug-in of ours in its engine, so this one also cor
 from __future__ import annotations
 
 import os
+import sys
 import time
 from functools import partial
 from math import inf
@@ -34,6 +37,8 @@ from weft.inference.worker.command import WAN_MBPS
 from weft.inference.worker.vllm_cpu import keep_base_prompts
 from weft.inference.worker.wan_agent import WanAgent
 
+PROGRESS_US = 50_000
+"""Longest time in microseconds that NIXL's progress thread blocks without an event."""
 PUSH_S = 10.0
 """Seconds in which a worker's stages have to send a prompt's cache, after which the decode server computes it."""
 SENT_WITHIN_S = 5.0
@@ -44,24 +49,37 @@ names of the request at the decode server and at the worker."""
 
 
 class _Quiet(NixlBaseConnector):
-    """A connector of vLLM with `enable_prog_thread=False` for its agent, or with a `WanAgent`."""
+    """A connector of vLLM whose agent's progress thread blocks, or with a `WanAgent`."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Create the connector, while the constructors of the agent and of its configuration are patched.
+        """Create the connector, while the constructor of the agent or of its configuration is patched.
 
-        The connector's worker creates both itself, and takes no argument for them (vLLM 0.32.0)."""
+        The connector's worker creates the agent itself (vLLM 0.32.0), and the agent sets a pause of 0 (NIXL 1.5.1)."""
         host = os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"]
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        originals = base_worker.nixl_agent_config, base_worker.NixlWrapper
-        base_worker.nixl_agent_config = partial(originals[0], enable_prog_thread=False)
-        if WAN_MBPS in extra:
-            base_worker.NixlWrapper = partial(WanAgent, bind=host, mbps=extra[WAN_MBPS])
+        owner: Any = base_worker
+        name, new = "NixlWrapper", partial(WanAgent, bind=host, mbps=extra.get(WAN_MBPS))
+        if WAN_MBPS not in extra:
+            owner = sys.modules[base_worker.NixlWrapper.__module__].nixlBind
+            name, new = "nixlAgentConfig", partial(blocking(owner.nixlAgentConfig))
+        original = getattr(owner, name)
+        setattr(owner, name, new)
         try:
             super().__init__(vllm_config, role, kv_cache_config)
         finally:
-            base_worker.nixl_agent_config, base_worker.NixlWrapper = originals
+            setattr(owner, name, original)
         # ZeroMQ's side channel and UCX accept any peer. Its libraries are loaded now.
         refuse_other_users(one_host=is_loopback(host))
+
+
+def blocking(config: type) -> type:
+    """Return NIXL's configuration of an agent with a progress thread that blocks for up to `PROGRESS_US`."""
+
+    class Blocking(config):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, PROGRESS_US if name == "pthrDelay" else value)
+
+    return Blocking
 
 
 class QuietNixlConnector(_Quiet, NixlPullConnector):

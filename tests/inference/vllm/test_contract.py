@@ -1,7 +1,13 @@
 """vLLM's private interfaces are still what the prefill worker takes them for."""
 
 import inspect
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
@@ -9,7 +15,13 @@ vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 from vllm.v1.engine.core import EngineCore, EngineCoreProc  # noqa: E402
 
 from weft.inference.worker.vllm_interfaces import CLASSES, PRIVATE, VERSION  # noqa: E402
-from weft.inference.worker.vllm_nixl import PushScheduler, PushWorker, QuietNixlConnector  # noqa: E402
+from weft.inference.worker.vllm_nixl import (  # noqa: E402
+    PROGRESS_US,
+    PushScheduler,
+    PushWorker,
+    QuietNixlConnector,
+    blocking,
+)
 from weft.inference.worker.vllm_scheduler import BubbleScheduler  # noqa: E402
 from weft.inference.worker.vllm_stored import StoredLoader  # noqa: E402
 
@@ -63,8 +75,36 @@ def test_a_wake_up_is_a_message_that_does_nothing():
 def test_the_nixl_agent_is_configured_by_the_name_that_we_replace():
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
-    assert "nixl_agent_config(num_threads" in inspect.getsource(base_worker)
+    agent = base_worker.NixlWrapper
+    created = inspect.getsource(agent.__init__)
+    assert created.index("nixlBind.nixlAgentConfig()") < created.index("agent_config.pthrDelay = 0")
+    assert "enable_prog_thread" not in inspect.getsource(base_worker)
+    config = blocking(sys.modules[agent.__module__].nixlBind.nixlAgentConfig)()
+    config.pthrDelay = 0
+    assert config.pthrDelay == PROGRESS_US
     assert "NixlPullConnector" in [kind.__name__ for kind in QuietNixlConnector.__mro__]
+
+
+def test_a_cache_is_read_while_its_owner_does_nothing():
+    from tests.inference.vllm.nixl_owner import agent_of
+
+    script = Path(__file__).with_name("nixl_owner.py")
+    with subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        printed = next(line for line in owner.stdout if line.startswith("cache "))  # others are NIXL's log
+        metadata, remote = pickle.loads(bytes.fromhex(printed.split()[1]))
+        memory = np.zeros(2**20, dtype=np.uint8)
+        agent, described = agent_of("reader", memory)
+        name, remote = agent.add_remote_agent(metadata), agent.deserialize_descs(remote)
+        for _ in range(3):
+            memory[:] = 0
+            read = agent.initialize_xfer("READ", described, remote, name, b"read")
+            state, begun_s = agent.transfer(read), time.monotonic()
+            while state != "DONE" and time.monotonic() - begun_s < 60.0:
+                time.sleep(0.01)
+                state = agent.check_xfer_state(read)
+            assert state == "DONE" and memory.all()
+            agent.release_xfer_handle(read)
+        owner.stdin.close()
 
 
 def test_a_stage_is_asked_for_a_cache_by_names_that_we_replace():
