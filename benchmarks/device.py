@@ -29,6 +29,9 @@ BASE = (
     "model.overrides.num_key_value_heads=4",
 )
 """In fp32, torch's fused attention needs as many heads of keys as of queries. Other kinds store scores."""
+_ADAPTERS = ("model.lora.enabled=true", "model.lora.target_modules=[all-linear]")
+_OFFLOADS = ("pipeline.stages=2", "pipeline.offload=true")
+_CAPPED = (*_OFFLOADS, "pipeline.schedule=auto", "pipeline.memory_cap_bytes=20000000", "train.precision=bf16")
 LAYOUTS = (
     (1, ()),
     (1, ("train.precision=bf16",)),
@@ -37,10 +40,18 @@ LAYOUTS = (
     (1, ("pipeline.recompute=layers",)),
     (1, ("train.precision=bf16", "train.microbatch_size=8")),
     (1, ("train.precision=bf16", "model.lora.enabled=true")),
+    (1, _ADAPTERS),
+    (1, (*_ADAPTERS, "train.precision=bf16")),
+    (1, (*_ADAPTERS, "train.precision=bf16", "pipeline.recompute=layers")),
     (2, ("zero.stage=1",)),
     (2, ("zero.stage=2", "train.precision=bf16")),
     (2, ("zero.stage=3",)),
     (2, ("zero.stage=3", "train.precision=bf16", "model.lora.enabled=true")),
+    (2, (*_ADAPTERS, "zero.stage=3")),
+    (2, (*_ADAPTERS, "pipeline.stages=2", "pipeline.schedule=zbv", "train.precision=bf16")),
+    (2, (*_OFFLOADS, "pipeline.schedule=1f1b", "pipeline.memory_cap_bytes=30000000")),
+    (2, _CAPPED),
+    (2, (*_CAPPED, *_ADAPTERS)),
     (2, ("parallel.tensor=2",)),
     (2, ("parallel.context=2", "train.precision=bf16")),
     (2, ("pipeline.stages=2", "pipeline.placement=straight", "pipeline.schedule=gpipe")),
