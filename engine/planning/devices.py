@@ -141,9 +141,8 @@ def _measured_copy(device: torch.device, threads: int, *, to_host: bool) -> tupl
         to_host: True for a copy to the host's memory, False for one inside the device's, which reads and writes it.
     """
     source = torch.ones(1 << 23, device=device)
-    target = torch.empty_like(source)
-    if to_host:
-        target = torch.empty(source.shape, pin_memory=device.type == "cuda")
+    pinned = to_host and device.type == "cuda"
+    target = torch.empty(source.shape, device="cpu" if to_host else device, pin_memory=pinned)
 
     def copy() -> None:
         target.copy_(source)
