@@ -19,15 +19,17 @@ from weft.conf.host.private import without_credentials
 MOST_ROW_BYTES = 1 << 28
 """Largest line, or file of an archive."""
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-"""Suffixes of compressed files."""
+COMPRESSED = (".gz", ".bz2", ".xz")
+"""Suffixes of compressed files that are read. Of .zst, zstandard reads a file that was cut without an error."""
 BUILDERS = {
     **dict.fromkeys((".jsonl", ".json", ".ndjson"), "json"),
     **dict.fromkeys(SEPARATORS, "csv"),
     **{".parquet": "parquet", ".txt": "text", ".tar": "webdataset"},
 }
 """The Hugging Face `datasets` builder of each kind of file."""
-UNREAD = (*(".arrow", ".avro", ".feather", ".jsonlines", ".lz4", ".orc", ".pq", ".xls", ".xlsx", ".zip", *COMPRESSED),)
+UNREAD = (
+    *(".arrow", ".avro", ".feather", ".jsonlines", ".lz4", ".orc", ".pq", ".xls", ".xlsx", ".zip", ".zst", *COMPRESSED),
+)
 """Kinds of files that hold rows but are not read. Other files of a folder, such as a README, are no data."""
 HUB = "hf://"
 _PARAMETERS = re.compile(r"[?#].*")
@@ -103,13 +105,8 @@ def open_file(file: Path | str) -> Iterator[BinaryIO]:
     """Open a file. Its suffix determines how it is decompressed.
 
     Reading raises OSError where a file in storage ends before its size. Compressed files notice it themselves.
-
-    Raises:
-        ValueError: a package to decompress it is missing.
     """
     local, compression = isinstance(file, Path), infer_compression(str(name_of(file)))
-    if compression is None and name_of(file).suffix == ".zst":
-        raise ValueError("files of kind .zst need a package; install zstandard")
     opening = fsspec.filesystem("file").open if local else fsspec.open
     with opening(str(file), "rb", compression=compression) as opened:
         size = None if local or compression else getattr(opened, "size", None)

@@ -44,6 +44,8 @@ TEXT_FAULTS = {
     "head alone": ("a.csv", "text\n", "it holds no row"),
     "cut": ("a.jsonl.gz", gzip.compress(GOOD.encode() * 9)[:-9], r"not decompressed \(.*\); write"),
     "damaged": ("a.jsonl.xz", b"xz", "not decompressed"),
+    "damaged bz2": ("a.jsonl.bz2", b"BZnonsense", "not decompressed"),
+    "zst": ("a.jsonl.zst", b"", r"files of kind \.zst are not read"),
     "not compressed": ("a.csv.gz", "text\n", "not decompressed"),
     "no suffix": ("a", "text\n", r"files of kind \(no suffix\) are not read"),
     "no parquet": ("a.parquet", "PAR?", "not a Parquet file"),

@@ -12,8 +12,7 @@ import lzma
 import pytest
 
 from tests.engine.data.test_as_written import DATES, config, read
-from weft.conf.schema import DataKind
-from weft.engine.data import check_source, storage
+from weft.engine.data import storage
 from weft.engine.data.rows import RowFault, read_rows
 
 ROWS = [
@@ -60,10 +59,3 @@ def test_a_quote_that_is_never_closed_is_not_read_to_the_end(tmp_path):
             opened.write((b"x" * 1023 + b"\n") * 1024)
     with pytest.raises(RowFault, match=r"not a row \(field larger than field limit"):
         list(read_rows(file))
-
-
-def test_a_missing_package_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "infer_compression", lambda _: None)
-    (tmp_path / "a.jsonl.zst").write_bytes(b"")
-    with pytest.raises(ValueError, match="zst need a package; install zstandard"):
-        check_source(config(tmp_path / "a.jsonl.zst", tmp_path, kind=DataKind.text))
