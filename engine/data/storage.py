@@ -48,10 +48,10 @@ def name_of(file: Path | str) -> PurePosixPath:
 
 
 def suffix_of(file: Path | str) -> str:
-    """Return the suffix of a path or URL in lower case, and of a compressed file the one before."""
+    """Return the suffix of a path or URL in lower case, and of a compressed file of lines the one before."""
     name = name_of(file)
     inner = PurePosixPath(name.stem).suffix if name.suffix in COMPRESSED else ""
-    return inner if inner in BUILDERS else name.suffix
+    return inner if BUILDERS.get(inner) in ("json", "csv", "text") else name.suffix
 
 
 def remote_files(url: str) -> tuple[str, ...]:

@@ -163,7 +163,7 @@ def test_folders(tmp_path, tokenizer):
     with pytest.raises(ValueError, match=r"part/b\.jsonl, line 2: not JSON"):
         check_source(config)
     (tmp_path / "part/b.jsonl").unlink()
-    for name in ("b.rows.gz", "b.xlsx", "b.arrow"):
+    for name in ("b.rows.gz", "b.tar.gz", "b.parquet.gz", "b.xlsx", "b.arrow"):
         (tmp_path / "part" / name).write_text("half of the rows")
         for address in (str(tmp_path), f"file://{tmp_path}", f"file://{tmp_path}/part/*"):
             with pytest.raises(ValueError, match=rf"part/{name} \(1 such\) would not be read.*; convert it"):
