@@ -154,8 +154,8 @@ class DataConfig:
     (`prompt`) with a `chosen` and a `rejected` answer, as texts or lists of messages, for direct preference
     optimisation. Without `prompt` it is what both answers begin with."""
     path: str = ""
-    """Hub name, folder, file (.jsonl/.json/.csv/.tsv/.parquet/.txt, also compressed), WebDataset shard (.tar), or a
-    URL or pattern of files that fsspec opens, as in s3://bucket/folder; unused for the embedded corpus."""
+    """Hub name, folder, file (.parquet, or .jsonl/.json/.csv/.tsv/.txt, also as .gz/.bz2/.xz), WebDataset shard (.tar),
+    or a URL or pattern of files that fsspec opens, as in s3://bucket/folder; unused for the embedded corpus."""
     sources: list[SourceConfig] = field(default_factory=list)
     """Several sources instead of `path`, mixed by their weights. The order depends only on the data and the seed."""
     name: str = ""
