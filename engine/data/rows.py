@@ -30,8 +30,9 @@ _LINES = "write one object per line"
 READ_BYTES = 1 << 20
 PARQUET_ROWS = 32
 """Number of rows of a Parquet file to read at once."""
+_DAMAGE = (EOFError, BadGzipFile, LZMAError, zlib.error)
 _BAD_BZ2 = "Invalid data stream"
-"""Message of the OSError of bz2 for data that is not of this form."""
+"""Message of the OSError of bz2 for data that is not of this form. Other OSErrors are the storage's."""
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """Escape of half a surrogate pair. JSON writes characters beyond the first 65,536 as two of these escapes."""
 
@@ -184,8 +185,8 @@ def _lines(file: Path | str) -> Iterator[tuple[int, str]]:
 def _whole_lines(lines: BinaryIO) -> Iterator[bytes]:
     try:
         yield from iter(partial(lines.readline, MOST_ROW_BYTES + 1), b"")
-    except (EOFError, OSError, LZMAError, zlib.error) as error:
-        if isinstance(error, OSError) and not isinstance(error, BadGzipFile) and error.args != (_BAD_BZ2,):
+    except Exception as error:
+        if not isinstance(error, _DAMAGE) and error.args != (_BAD_BZ2,):
             raise
         raise RowFault("", f"not decompressed ({error}); write the file again") from error
 

@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from weft.conf import load
 from weft.inference.worker.command import controller_url
 from weft.recipes.serving.checks import check_certificate
-
-NICE = 5
-"""Niceness of the controller, as of its servers, so that the ranks of this host have priority."""
+from weft.recipes.serving.processes import NICE
 
 
 def main(argv: Sequence[str]) -> int:
