@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from itertools import pairwise
 from math import inf
-from typing import Any
 
 from weft.pipeline.memory import USABLE
 from weft.pipeline.planner.crossings import Crossings, local_s
@@ -35,7 +34,8 @@ class Bounds:
         self._crossings = Crossings(estimates, cell)
         self.hops = self._crossings.hops
         self.speeds = Speeds(estimates)
-        self._known: dict[Hashable, Any] = {}
+        self._memo = estimates.memo
+        self._own: Hashable = self._memo.of(("bounds", estimates.known, cell, usable), object)
 
     def step_s(self, shape: Shape, route: Route = ANYWHERE, max_sites: int = 0, fullest: int = 0) -> float | None:
         """Return the least seconds of a step, or None if GPUs, links or the allowed number of sites do not suffice.
@@ -45,6 +45,12 @@ class Bounds:
             max_sites: maximum number of sites of a pipeline; 0 is no limit.
             fullest: minimum number of layers on the fullest rank.
         """
+        key = (self._own, "step", shape, route, max_sites, fullest)
+        if key not in self._memo:
+            self._memo.add(key, self._step_s(shape, route, max_sites, fullest))
+        return self._memo[key]  # type: ignore[no-any-return]
+
+    def _step_s(self, shape: Shape, route: Route, max_sites: int, fullest: int) -> float | None:
         route = route.last(shape)
         crossing = self._crossings.of(shape, route, self._roomiest(shape))
         if crossing is None or (max_sites and len(crossing[0]) > max_sites):
@@ -145,8 +151,8 @@ class Bounds:
             layer_s: seconds of a layer.
             after_s: seconds of the last rank's work after its layers.
         """
-        key = ("slowest", layer_s, after_s)
-        if key not in self._known:
+        key = (self._own, "slowest", layer_s, after_s)
+        if (found := self._memo.get(key)) is None:
             import numpy as np  # takes longer to load than other commands of the pipeline take
 
             layers = len(self._work.layers)
@@ -156,8 +162,9 @@ class Bounds:
             near = (even + np.arange(-1, 3)[:, None]).clip(1, layers)
             last = np.maximum(1, layers - near * (stages - 1))
             least_s = np.maximum(last * layer_s + after_s, near * layer_s).min(axis=0)
-            self._known[key] = [inf, *least_s.tolist()]
-        return self._known[key]
+            found = [inf, *least_s.tolist()]
+            self._memo.add(key, found)
+        return found
 
     def crowded_s(self, shape: Shape, in_flight: int) -> float:
         """Return the least seconds of a step with ``in_flight`` micro-batches in flight."""
@@ -168,22 +175,23 @@ class Bounds:
 
         They stay at least while the layer and what is behind it run forward and backward.
         """
-        key = ("saved", shape.checkpointing, shape.microbatch_size, shape.gpus_per_rank)
-        if key not in self._known:
+        key = (self._own, "saved", shape.checkpointing, shape.microbatch_size, shape.gpus_per_rank)
+        if (found := self._memo.get(key)) is None:
             saved = [self._estimates.activation_bytes(layer, 1, shape) for layer in self._work.layers]
             through = sum(each * layers for layers, each in enumerate(reversed(saved), start=1))
-            self._known[key] = through, sum(saved)
-        least, (through, whole) = self._least_of(shape, route), self._known[key]
+            found = through, sum(saved)
+            self._memo.add(key, found)
+        least, (through, whole) = self._least_of(shape, route), found
         return float(through * least.layer_through_s + whole * least.after_through_s)
 
     def _crowded_s(self, shape: Shape, route: Route) -> float:
         """Return the least seconds of a step because activations stay in the memory of all ranks together."""
-        key = ("room", shape)
-        if key not in self._known:
+        key = (self._own, "room", shape)
+        if (room_bytes := self._memo.get(key)) is None:
             kept = self._estimates.memory(self.part(shape.num_stages), 1, shape).zero.resident
             most = max(site.gpu.memory_bytes for site in self._cluster.sites)
-            self._known[key] = shape.num_stages * (self._usable * most - kept)
-        room_bytes = self._known[key]
+            room_bytes = shape.num_stages * (self._usable * most - kept)
+            self._memo.add(key, room_bytes)
         return shape.microbatches * self.held(shape, route) / room_bytes if room_bytes > 0 else 0.0
 
     def price_seconds(self, shape: Shape, route: Route = ANYWHERE) -> float:
@@ -235,33 +243,27 @@ class Bounds:
 
     def part(self, num_stages: int) -> LayerWork:
         """Return the work of a rank that holds an equal share of the model."""
-        key = ("part", num_stages)
-        if key not in self._known:
-            self._known[key] = _share(self._whole, num_stages)
-        return self._known[key]
+        return self._memo.of((self._own, "part", num_stages), lambda: _share(self._whole, num_stages))
 
     def caps(self, shape: Shape) -> list[int]:
         """Return, by site, the number of pipeline ranks that it has GPUs for."""
-        key = ("caps", shape.gpus_per_rank, shape.replicas_of_route)
-        if key not in self._known:
-            self._known[key] = site_capacity(self._cluster, shape.gpus_per_rank, shape.replicas_of_route)
-        return self._known[key]
+        of = shape.gpus_per_rank, shape.replicas_of_route
+        return self._memo.of((self._own, "caps", *of), lambda: site_capacity(self._cluster, *of))
 
     def _fastest(self, shape: Shape, by: str) -> list[tuple[int, int]]:
         """Return (site, capacity in pipeline ranks), sorted by speed, without sites that have no capacity."""
-        key = ("fastest", by, *timing_key(shape), shape.replicas_of_route)
-        if key not in self._known:
+        key = (self._own, "fastest", by, *timing_key(shape), shape.replicas_of_route)
+        if (found := self._memo.get(key)) is None:
             speeds = self.speeds.of(shape)
             held = [(site, cap) for site, cap in enumerate(self.caps(shape)) if cap]
-            self._known[key] = sorted(held, key=lambda one: getattr(speeds[one[0]], by))
-        return self._known[key]
+            found = sorted(held, key=lambda one: getattr(speeds[one[0]], by))
+            self._memo.add(key, found)
+        return found
 
     def _roomiest(self, shape: Shape) -> list[tuple[int, int]]:
         """Return (site, capacity in pipeline ranks), sorted by capacity, the largest first."""
-        key = ("roomiest", shape.gpus_per_rank, shape.replicas_of_route)
-        if key not in self._known:
-            self._known[key] = sorted(enumerate(self.caps(shape)), key=lambda one: -one[1])
-        return self._known[key]
+        key = (self._own, "roomiest", shape.gpus_per_rank, shape.replicas_of_route)
+        return self._memo.of(key, lambda: sorted(enumerate(self.caps(shape)), key=lambda one: -one[1]))
 
     def _least_of(self, shape: Shape, route: Route) -> Speed:
         """Return the minimum of each field of `Speed` over all sites at which ranks may be."""
@@ -269,12 +271,14 @@ class Bounds:
         known = sum(route.stages) == shape.num_stages
         sites = route.sites if known else [site for site, cap in enumerate(caps) if cap]
         kinds = frozenset([self.speeds.kinds[site] for site in sites])
-        key = ("least", kinds, *timing_key(shape), shape.num_stages, shape.replicas, shape.zero_stage, shape.routes)
-        if key not in self._known:
+        stages = shape.num_stages, shape.replicas, shape.zero_stage, shape.routes
+        key = (self._own, "least", kinds, *timing_key(shape), *stages)
+        if (least := self._memo.get(key)) is None:
             speeds, part = self.speeds.of(shape), self.part(shape.num_stages)
             found = [speeds[site]._replace(ends_s=self._ends_s(part, shape, site)) for site in kinds]
-            self._known[key] = Speed(*map(min, zip(*found, strict=True)))
-        return self._known[key]
+            least = Speed(*map(min, zip(*found, strict=True)))
+            self._memo.add(key, least)
+        return least
 
     def _ends_s(self, part: LayerWork, shape: Shape, number: int) -> float:
         """Return the seconds of collectives over replicas and of the optimiser for a rank that holds ``part``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -46,8 +45,7 @@ class Crossings:
     def __init__(self, estimates: Estimates, cell: int | None = None) -> None:
         self._estimates, self._cluster, self._work = estimates, estimates.cluster, estimates.work
         self._cell = cell or MOST_CELL
-        self._known: dict[Hashable, Hops] = {}
-        self._completions: dict[Hashable, list[tuple[float, float]]] = {}
+        self._memo, self._own = estimates.memo, estimates.known
 
     def of(
         self, shape: Shape, route: Route, roomiest: list[tuple[int, int]]
@@ -104,9 +102,10 @@ class Crossings:
             caps: by site, the number of ranks that fit.
         """
         hops, links = self.hops(shape), self._cluster.link
-        key = ("completions", id(hops), tuple(caps), route.sites, shape.num_stages - sum(route.stages))
-        if key in self._completions:
-            return self._completions[key]
+        left = shape.num_stages - sum(route.stages)
+        key = (self._own, "completions", *self._key(shape), tuple(caps), route.sites, left)
+        if (known := self._memo.get(key)) is not None:
+            return known  # type: ignore[no-any-return]
         found: list[tuple[float, float]] = []
 
         def extend(sites: tuple[int, ...], left: int, sent_s: float, price: float) -> None:
@@ -124,15 +123,15 @@ class Crossings:
                     slowest_s = max(sent_s, hops.sent_s[sites[-1], site])
                     extend((*sites, site), left - cap, slowest_s, price + link.egress_price)
 
-        extend(route.sites, shape.num_stages - sum(route.stages), 0.0, 0.0)
-        self._completions[key] = found
+        extend(route.sites, left, 0.0, 0.0)
+        self._memo.add(key, found)
         return found
 
     def hops(self, shape: Shape) -> Hops:
         """Return the seconds of hops over all links, with the largest possible DP-cell."""
-        cell = min(self._cell, shape.replicas) if shape.may_pool else 1
-        key = ("hops", shape.gpus_per_rank, shape.microbatch_size, cell)
-        if key not in self._known:
+        *_, cell = of = self._key(shape)
+        key = (self._own, "hops", *of)
+        if (found := self._memo.get(key)) is None:
             sent = self._work.message_bytes * shape.microbatch_size
             sent_s, held_s, way_s = {}, {}, {}
             for here, there in self._cluster.links:
@@ -142,7 +141,7 @@ class Crossings:
                 held_s[here, there] = held_s[there, here] = link.occupancy_s(sent)
                 way_s[here, there] = way_s[there, here] = link.latency_s + seconds / cell
             quickest = sorted(seconds for (here, there), seconds in way_s.items() if here < there)
-            self._known[key] = Hops(
+            found = Hops(
                 way_s=way_s,
                 sent_s=sent_s,
                 held_s=held_s,
@@ -152,7 +151,13 @@ class Crossings:
                 least_held_s=_least(held_s),
                 cell=cell,
             )
-        return self._known[key]
+            self._memo.add(key, found)
+        return found  # type: ignore[no-any-return]
+
+    def _key(self, shape: Shape) -> tuple[int, int, int]:
+        """Return what hops depend on; the last number is that of the replicas of a DP-cell, at most."""
+        cell = min(self._cell, shape.replicas) if shape.may_pool else 1
+        return shape.gpus_per_rank, shape.microbatch_size, cell
 
 
 def local_s(estimates: Estimates, shape: Shape, bps_of_gpu: float) -> tuple[float, float]:

@@ -54,6 +54,12 @@ class Estimates:
         return found
 
     @cached_property
+    def known(self) -> Hashable:
+        """All that values depend on besides the model: the kinds of estimates, of sites and of links, and prices."""
+        sites = ((kind, site.hosts, site.price) for kind, site in zip(self.kinds, self.cluster.sites, strict=True))
+        return self.memo.of(("cluster", type(self), *sites, *self.cluster.links.items()), object)
+
+    @cached_property
     def _sums(self) -> dict[str, list[float]]:
         """By field, the sum over all layers before each layer."""
         return {

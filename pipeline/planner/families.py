@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft.pipeline.planner.bounds import Bounds
 from weft.pipeline.planner.crossings import local_s
-from weft.pipeline.planner.estimates import STEP_BYTES, Estimates, reduced_bytes
+from weft.pipeline.planner.estimates import STEP_BYTES, Estimates, reduced_bytes, timing_key
 from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.request import MOST_CELL, Objective, Request
 from weft.pipeline.planner.traffic import Traffic
@@ -37,7 +37,8 @@ class FamilyBounds:
     def __init__(self, estimates: Estimates, bounds: Bounds, traffic: Traffic, request: Request) -> None:
         self._cluster, self._estimates, self._bounds = estimates.cluster, estimates, bounds
         self._traffic, self._request = traffic, request
-        self._known: dict[Hashable, Any] = {}
+        self._memo = estimates.memo
+        self._own: Hashable = self._memo.of(("families", estimates.known, request.pins.get("cell")), object)
 
     @cached_property
     def _best(self) -> _Best:
@@ -112,8 +113,8 @@ class FamilyBounds:
         The second array has the rows ``whole_s``, ``through_s`` and the price of the work. The third has the seconds of
         the slowest rank, by number of stages.
         """
-        key = (family.tensor, family.context, family.expert, family.microbatch_size, family.checkpointing)
-        if key not in self._known:
+        key = (self._own, *timing_key(family.changed(zero_stage=1)))
+        if (found := self._memo.get(key)) is None:
             import numpy as np
 
             sites = self._cluster.sites
@@ -127,20 +128,22 @@ class FamilyBounds:
             ]
             whole_s, through_s, paid, layer_s, after_s = np.minimum.accumulate(np.array(rows), axis=0).T
             slowest_s = [self._bounds.slowest_s(*one) for one in zip(layer_s.tolist(), after_s.tolist(), strict=True)]
-            self._known[key] = units[order], np.array([whole_s, through_s, paid]), np.array(slowest_s)
-        return self._known[key]
+            found = units[order], np.array([whole_s, through_s, paid]), np.array(slowest_s)
+            self._memo.add(key, found)
+        return found  # type: ignore[no-any-return]
 
     def _hops(self, family: Shape) -> tuple[float, Array, Array]:
         """Return the seconds of sending over the quickest hop; by replicas that pool, the hop and the DP-cell."""
         import numpy as np
 
-        key = ("hops", family.tensor, family.context, family.expert, family.microbatch_size)
-        if key not in self._known:
+        key = (self._own, "hops", family.tensor, family.context, family.expert, family.microbatch_size)
+        if (found := self._memo.get(key)) is None:
             by_cell = [self._bounds.hops(family.changed(replicas=cell)) for cell in range(1, MOST_CELL + 1)]
             ways_s = np.array([0.0, *(hops.least_way_s.get(None, inf) for hops in by_cell)])
             cells = np.array([1, *(hops.cell for hops in by_cell)])
-            self._known[key] = by_cell[0].least_sent_s.get(None, inf), ways_s, cells
-        return self._known[key]
+            found = by_cell[0].least_sent_s.get(None, inf), ways_s, cells
+            self._memo.add(key, found)
+        return found  # type: ignore[no-any-return]
 
     def _ends_s(self, family: Shape, replicas: Array, routes: Array, stages: Array) -> Array:
         """Return the least seconds of reducing, gathering and the optimiser, for a rank with an average share.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
 from typing import NamedTuple
 
 from weft.pipeline.planner.cluster import Site
@@ -50,18 +49,20 @@ class Speeds:
         self._estimates, self._work, self._sites = estimates, estimates.work, estimates.cluster.sites
         alike = [(site.gpu.name, site.gpus_per_host, site.network_bps) for site in self._sites]
         self.kinds = [alike.index(kind) for kind in alike]
-        self._known: dict[Hashable, list[Speed]] = {}
+        self._memo = estimates.memo
+        self._own = self._memo.of(("speeds", type(estimates), *estimates.kinds), object)
         self._whole, self._layers = self._work.whole, Counter(self._work.layers)
 
     def of(self, shape: Shape) -> list[Speed]:
         """Return the speed of a rank at each site."""
-        key = timing_key(shape)
-        if key not in self._known:
+        key = self._own, *timing_key(shape)
+        if (found := self._memo.get(key)) is None:
             of = {first: self._speed(shape, self._sites[first]) for first in set(self.kinds)}
             if len(of) > 1:
                 of = self._comparable(of, shape)
-            self._known[key] = [of[first] for first in self.kinds]
-        return self._known[key]
+            found = [of[first] for first in self.kinds]
+            self._memo.add(key, found)
+        return found
 
     def _comparable(self, speeds: dict[int, Speed], shape: Shape) -> dict[int, Speed]:
         """Return speeds that stay lower bounds when ranks of several kinds divide the model in any way.
