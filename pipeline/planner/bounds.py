@@ -48,7 +48,7 @@ class Bounds:
         key = (self._own, "step", shape, route, max_sites, fullest)
         if key not in self._memo:
             self._memo.add(key, self._step_s(shape, route, max_sites, fullest))
-        return self._memo[key]  # type: ignore[no-any-return]
+        return self._memo[key]
 
     def _step_s(self, shape: Shape, route: Route, max_sites: int, fullest: int) -> float | None:
         route = route.last(shape)

@@ -105,7 +105,7 @@ class Crossings:
         left = shape.num_stages - sum(route.stages)
         key = (self._own, "completions", *self._key(shape), tuple(caps), route.sites, left)
         if (known := self._memo.get(key)) is not None:
-            return known  # type: ignore[no-any-return]
+            return known
         found: list[tuple[float, float]] = []
 
         def extend(sites: tuple[int, ...], left: int, sent_s: float, price: float) -> None:
@@ -152,7 +152,7 @@ class Crossings:
                 cell=cell,
             )
             self._memo.add(key, found)
-        return found  # type: ignore[no-any-return]
+        return found
 
     def _key(self, shape: Shape) -> tuple[int, int, int]:
         """Return what hops depend on; the last number is that of the replicas of a DP-cell, at most."""

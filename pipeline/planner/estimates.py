@@ -57,7 +57,7 @@ class Estimates:
     def known(self) -> Hashable:
         """All that values depend on besides the model: the kinds of estimates, of sites and of links, and prices."""
         sites = ((kind, site.hosts, site.price) for kind, site in zip(self.kinds, self.cluster.sites, strict=True))
-        return self.memo.of(("cluster", type(self), *sites, *self.cluster.links.items()), object)
+        return self.memo.of(("cluster", type(self).__name__, *sites, *self.cluster.links.items()), object)
 
     @cached_property
     def _sums(self) -> dict[str, list[float]]:

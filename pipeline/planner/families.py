@@ -130,7 +130,7 @@ class FamilyBounds:
             slowest_s = [self._bounds.slowest_s(*one) for one in zip(layer_s.tolist(), after_s.tolist(), strict=True)]
             found = units[order], np.array([whole_s, through_s, paid]), np.array(slowest_s)
             self._memo.add(key, found)
-        return found  # type: ignore[no-any-return]
+        return found
 
     def _hops(self, family: Shape) -> tuple[float, Array, Array]:
         """Return the seconds of sending over the quickest hop; by replicas that pool, the hop and the DP-cell."""
@@ -143,7 +143,7 @@ class FamilyBounds:
             cells = np.array([1, *(hops.cell for hops in by_cell)])
             found = by_cell[0].least_sent_s.get(None, inf), ways_s, cells
             self._memo.add(key, found)
-        return found  # type: ignore[no-any-return]
+        return found
 
     def _ends_s(self, family: Shape, replicas: Array, routes: Array, stages: Array) -> Array:
         """Return the least seconds of reducing, gathering and the optimiser, for a rank with an average share.

@@ -50,7 +50,7 @@ class Speeds:
         alike = [(site.gpu.name, site.gpus_per_host, site.network_bps) for site in self._sites]
         self.kinds = [alike.index(kind) for kind in alike]
         self._memo = estimates.memo
-        self._own = self._memo.of(("speeds", type(estimates), *estimates.kinds), object)
+        self._own = self._memo.of(("speeds", type(estimates).__name__, *estimates.kinds), object)
         self._whole, self._layers = self._work.whole, Counter(self._work.layers)
 
     def of(self, shape: Shape) -> list[Speed]:
