@@ -85,7 +85,7 @@ def capped(cap_bytes: int, settings: tuple[str, ...], steps: int = STEPS, *, emu
         peak = TensorPeak()
         engine, *_ = initialize(config=config)
         if emulated:
-            _emulate(engine)
+            emulate(engine)
         engine.set_dataiterator(random_batches(config))
         for _ in range(steps):
             dist.barrier()
@@ -113,7 +113,7 @@ def _unrecorded(num_bytes: int, pinned: bool) -> torch.Tensor:
     return torch.from_numpy(np.empty(num_bytes, np.uint8))
 
 
-def _emulate(engine: Any) -> None:
+def emulate(engine: Any) -> None:
     """Let each action take the seconds that the plan assumes."""
     compute, stages = engine.executor.compute, engine.plan.costs.stages
     around = compute.around
