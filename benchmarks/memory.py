@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from time import process_time
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +25,7 @@ from weft.conf.compose import compose
 from weft.conf.schema import WeftConfig
 from weft.engine.execution import neighbours
 from weft.pipeline.costs import LinkCost
+from weft.recipes.emulation.tensor_peak import TensorPeak
 from weft.tools.ranks import run_ranks
 from weft.tools.tables import table_of
 
@@ -31,7 +33,9 @@ TIMEOUT_S = 110
 NUM_RANKS = 4
 VOCABULARY = 4096
 QUICKSTART = ("recipe=quickstart", f"model.overrides.vocab_size={VOCABULARY}", "model.self_check=false")
-_MANY_TOKENS = "model.overrides.vocab_size=131072"
+WORDS, WIDTH, TOKENS = 131_072, 512, 1024
+"""Of a head whose logits take most of the memory."""
+_MANY_TOKENS = f"model.overrides.vocab_size={WORDS}"
 _SPLIT = ("pipeline.stages=2", "pipeline.schedule=zbv", "pipeline.placement=fold", "parallel.tensor=2", _MANY_TOKENS)
 """Input and weight gradients apart, with the last stage on the first rank."""
 LAYOUTS = (
@@ -52,6 +56,23 @@ EMULATED = (
     ("pipeline.stages=2", "pipeline.schedule=w", "zero.stage=3", _RECIPE),
 )
 """Layouts that are emulated as well, with the recipe's tokens."""
+LAST_STAGE = (
+    _MANY_TOKENS,
+    f"model.overrides.hidden_size={WIDTH}",
+    f"model.overrides.intermediate_size={2 * WIDTH}",
+    "model.overrides.num_hidden_layers=4",
+    f"model.overrides.max_position_embeddings={TOKENS}",
+    f"data.sequence_length={TOKENS}",
+    "optimizer.kind=sgd",
+    "optimizer.betas=[0.0,0.0]",
+    "train.microbatch_size=1",
+    "pipeline.stages=2",
+    "pipeline.microbatches=2",
+    "pipeline.placement=fold",
+    "pipeline.schedule=zbv",
+    "comm.timeout_s=300",
+)
+"""ZB-V splits backwards, and the first rank holds the last stage. SGD has no state."""
 _STEPS = 2
 
 
@@ -63,12 +84,14 @@ class RankPeak:
         predicted: bytes predicted by the plan.
         measured: peak bytes of tensors, including set-up, by the profiler. It records one thread, so collectives run
             on that thread. Some MB that gloo frees in threads of its own are missed.
+        step_s: processor time of the last step.
     """
 
     layout: str
     rank: int
     predicted: float
     measured: float
+    step_s: float
 
     @property
     def error(self) -> float:
@@ -104,7 +127,6 @@ def layout_peak(layout: str, config: WeftConfig, *, shares_memory: bool = True) 
         shares_memory: whether ranks send tensors through shared memory, which the profiler does not see.
     """
     from weft.engine.initialize import initialize
-    from weft.recipes.emulation.tensor_peak import TensorPeak
 
     shares = config.parallel.tensor > 1
     inline = patch.object(communicator, "executor_for", lambda *_, **__: _InlineExecutor()) if shares else nullcontext()
@@ -114,13 +136,15 @@ def layout_peak(layout: str, config: WeftConfig, *, shares_memory: bool = True) 
         engine, *_ = initialize(config=config)
         engine.set_dataiterator(random_batches(config))
         for _ in range(_STEPS):
+            began = process_time()
             engine.train_batch()
+        step_s = process_time() - began
         predicted = engine.plan.memory[engine.pipe_rank].total
         engine.destroy()
         del engine
         gc.collect()
         measured = peak.stop()
-    return RankPeak(layout=layout, rank=dist.get_rank(), predicted=predicted, measured=measured)
+    return RankPeak(layout=layout, rank=dist.get_rank(), predicted=predicted, measured=measured, step_s=step_s)
 
 
 def random_batches(config: WeftConfig) -> Iterator[dict[str, Tensor]]:
@@ -135,15 +159,20 @@ def random_batches(config: WeftConfig) -> Iterator[dict[str, Tensor]]:
 def main(argv: Sequence[str]) -> int:
     """Print the table and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks memory", description=__doc__)
-    parser.add_argument("--emulated", action="store_true", help="of emulated and of real runs")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--emulated", action="store_true", help="of emulated and of real runs")
+    kinds.add_argument("--loss", action="store_true", help="of a loss over 128k words, also in peers; and its time")
     args = parse(parser, argv)
+    quickstart = "peak of tensors on a rank of the quickstart, 4 ranks"
+    parts = {quickstart: layout_rows}
     if args.emulated:
-        table = table_of(emulated_rows(), "peak of tensors on a rank of the quickstart, 4 ranks, real and emulated")
-        show(table)
-        return finish(args, "memory", table)
-    table = table_of(layout_rows(), "peak of tensors on a rank of the quickstart, 4 ranks")
-    show(table)
-    return finish(args, "memory", table)
+        parts = {f"{quickstart}, real and emulated": emulated_rows}
+    if args.loss:
+        head = f"forward and backward of a head, {WORDS:,} words, {TOKENS} tokens, width {WIDTH}, fp32"
+        parts = {head: head_rows, "rank of the last stage under ZB-V, a Llama of 4 layers, 2 stages": stage_rows}
+    tables = [table_of(rows(), title) for title, rows in parts.items()]
+    show(*tables)
+    return finish(args, "memory", tables)
 
 
 def layout_rows() -> Iterator[dict[str, object]]:
@@ -176,6 +205,46 @@ def emulated_rows() -> Iterator[dict[str, object]]:
                 "real MB": f"{measured / 1e6:.1f}",
                 "emulated": f"{turn.peak_bytes / measured - 1:+.2%}",
                 "planned": f"{turn.planned_bytes / measured - 1:+.2%}",
+            }
+
+
+def head_rows() -> Iterator[dict[str, object]]:
+    """Yield a row for each loss that runs without compilation: its peak and its processor time."""
+    from benchmarks.blocks.kernels import losses
+    from benchmarks.blocks.llama import Shape, Variant
+
+    shape = Shape(width=WIDTH, inner=2 * WIDTH, heads=4, groups=2, words=WORDS)
+    base_s, base = 0.0, torch.empty(0)
+    for each in losses(shape, TOKENS, torch.device("cpu"), torch.float32):
+        if each.needs != Variant():
+            continue
+        with each.passes() as passes:
+            inputs = passes.prepare()
+            began, peak = process_time(), TensorPeak()
+            found = passes.backward(passes.forward(inputs))
+            seconds, peak_bytes = process_time() - began, peak.stop()
+        base_s, base = base_s or seconds, found["0"] if not base_s else base
+        yield {
+            "loss": each.name,
+            "peak MB": f"{peak_bytes / 1e6:.0f}",
+            "processor time / first": f"{seconds / base_s:.2f}",
+            "difference of the loss": f"{float((found['0'] - base).abs() / base):.0e}",
+        }
+
+
+def stage_rows() -> Iterator[dict[str, object]]:
+    """Yield a row for whole logits and for chunks, with 1 and 2 tensor ranks."""
+    for tensor in (1, 2):
+        base_s = 0.0
+        for chunked in ("never", "always"):
+            settings = (*LAST_STAGE, f"parallel.tensor={tensor}", f"model.chunked_loss={chunked}")
+            config = compose([*QUICKSTART, *settings])
+            found = run_ranks(2 * tensor, layout_peak, chunked, config, timeout_s=5 * TIMEOUT_S)[0]
+            base_s = base_s or found.step_s
+            logits = "whole" if chunked == "never" else f"chunks of {config.model.loss_chunk_mb:g} MB"
+            yield {
+                **memory_row(logits, found.predicted, found.measured, tensor=tensor),
+                "processor time / whole": f"{found.step_s / base_s:.2f}",
             }
 
 

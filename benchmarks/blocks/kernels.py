@@ -139,7 +139,6 @@ def candidates(shape: Shape, tokens: int, device: torch.device) -> Iterator[Cand
     own_norm = kernel_for(norm)
     assert own_norm is not None
     products = (normal(tokens, shape.inner),) * 2
-    labels = torch.randint(shape.words, (tokens,), generator=torch.Generator().manual_seed(0)).to(device)
     plain: dict[str, tuple[Function, Function, tuple[Callable[[], Tensor], ...]]] = {
         "RMSNorm": (norm.forward, MethodType(own_norm.forward, norm), (normal(1, tokens, shape.width),)),
         "rotary": (
@@ -154,7 +153,17 @@ def candidates(shape: Shape, tokens: int, device: torch.device) -> Iterator[Cand
         yield Candidate(kernel, "torch.compile", COMPILED, torch.compile(eager, dynamic=False), inputs)
         yield Candidate(kernel, "Liger", FUSED, liger, inputs)
     yield from _accumulations(shape, device)
-    ends = normal(tokens, shape.width), lambda: normal(shape.words, shape.width)() * shape.width**-0.5
+    yield from losses(shape, tokens, device)
+
+
+def losses(shape: Shape, tokens: int, device: torch.device, dtype: torch.dtype = DTYPE) -> Iterator[Candidate]:
+    """Yield the implementations of a head with its loss, of which the first is torch's."""
+    labels = torch.randint(shape.words, (tokens,), generator=torch.Generator().manual_seed(0)).to(device)
+
+    def normal(rows: int) -> Tensor:
+        return torch.randn(rows, shape.width, device=device, dtype=dtype)
+
+    ends = partial(normal, tokens), lambda: normal(shape.words) * shape.width**-0.5
     for name, needs, function in (
         ("torch", Variant(), _whole_loss),
         ("torch.compile", COMPILED, torch.compile(_whole_loss, dynamic=False)),
