@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.memory import LAYOUTS, NUM_RANKS, peaks
+from benchmarks.memory import LAYOUTS, NUM_RANKS, QLORA, peaks
 
 
 def _short(config):
@@ -12,9 +12,19 @@ def _short(config):
     return replace(config, pipeline=replace(config.pipeline, microbatches=4))
 
 
-@pytest.mark.slow
-def test_predicted_memory_is_the_measured_one():
-    found = [peak for ranks in peaks(120, _short) for peak in ranks]
-    assert len(found) == NUM_RANKS * len(LAYOUTS)
+def require_predicted(layouts):
+    found = [peak for ranks in peaks(120, _short, layouts) for peak in ranks]
+    assert len(found) == NUM_RANKS * len(layouts)
     for peak in found:
         assert abs(peak.error) < 0.1, peak
+
+
+@pytest.mark.slow
+def test_predicted_memory_is_the_measured_one():
+    require_predicted(LAYOUTS)
+
+
+@pytest.mark.slow
+def test_predicted_memory_over_4_bit_weights_is_the_measured_one():
+    pytest.importorskip("bitsandbytes")
+    require_predicted([QLORA])
