@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import process_time
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -32,7 +33,7 @@ NUM_RANKS = 4
 VOCABULARY = 4096
 QUICKSTART = ("recipe=quickstart", f"model.overrides.vocab_size={VOCABULARY}", "model.self_check=false")
 WORDS, WIDTH, TOKENS = 131_072, 512, 1024
-"""Of a head whose logits take most of the memory."""
+"""Sizes of a head and of its input, whose logits take most of the memory."""
 _MANY_TOKENS = f"model.overrides.vocab_size={WORDS}"
 _SPLIT = ("pipeline.stages=2", "pipeline.schedule=zbv", "pipeline.placement=fold", "parallel.tensor=2", _MANY_TOKENS)
 """Input and weight gradients apart, with the last stage on the first rank."""
@@ -148,11 +149,9 @@ def layout_peak(layout: str, config: WeftConfig) -> RankPeak:
     """
     from weft.engine.initialize import initialize
 
-    if config.parallel.tensor > 1:
-        counted = patch.object(communicator, "executor_for", lambda *_, **__: _InlineExecutor())
-    else:
-        counted = patch.object(neighbours, "share", lambda ranks, **_: ({}, ranks))
-    with counted:
+    inline: Any = (communicator, "executor_for", lambda *_, **__: _InlineExecutor())
+    apart: Any = (neighbours, "share", lambda ranks, **_: ({}, ranks))
+    with patch.object(*(inline if config.parallel.tensor > 1 else apart)):
         peak = TensorPeak()
         engine, *_ = initialize(config=config)
         engine.set_dataiterator(random_batches(config))
