@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"(?:weft|python -m benchmarks) ")
 SPAN = re.compile(rf"`({COMMAND.pattern}[^`\n]+)`")
+BENCH = re.compile(r"benchmarks [a-z]")
 # Words that stand for what the reader puts there.
 PLACEHOLDERS = {
     "KIND": "1f1b",
@@ -44,8 +45,8 @@ def commands():
         text = file.read_text()
         lines = [line for block in FENCE.findall(text) for line in block.replace("\\\n", " ").splitlines()]
         shown = [line.removeprefix("$ ").strip() for line in lines]
-        # Between words of a text some name a command only; one with a setting is meant to be typed.
-        spans = [span for span in SPAN.findall(FENCE.sub("", text)) if "=" in span]
+        # Between words of a text some name a command only; a setting or a benchmark is meant to be typed.
+        spans = [span for span in SPAN.findall(FENCE.sub("", text)) if "=" in span or BENCH.search(span)]
         for command in dict.fromkeys([line for line in shown if COMMAND.match(line)] + spans):
             # What a shell would put in the place of a variable, and its sign for the background, are not ours.
             words = [word for word in shlex.split(command, comments=True) if word != "&" and not word.startswith("$")]
