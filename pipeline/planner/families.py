@@ -11,6 +11,7 @@ from weft.pipeline.planner.bounds import Bounds
 from weft.pipeline.planner.crossings import local_s
 from weft.pipeline.planner.estimates import STEP_BYTES, Estimates, reduced_bytes, timing_key
 from weft.pipeline.planner.layout import Shape
+from weft.pipeline.planner.memo import SMALL
 from weft.pipeline.planner.request import MOST_CELL, Objective, Request
 from weft.pipeline.planner.traffic import Traffic
 
@@ -78,6 +79,37 @@ class FamilyBounds:
         import numpy as np
 
         family, sizes = groups[0], np.array([one.microbatch_size for one in groups])
+        fields = group, replicas, microbatches, routes, stages
+        key = (self._own, crosses, *groups, *(field.tobytes() for field in fields))
+        if (found := self._memo.get(key)) is None:
+            found = self._times(groups, *fields, crosses=crosses)
+            self._memo.add(key, found, SMALL + 8 * sum(field.size for field in fields))
+        step_s, paid = found
+        sequences = replicas * microbatches * sizes[group]
+        tokens = sequences * self._estimates.work.sequence_length
+        lines = replicas * family.gpus_per_rank
+        prices = self._best.price
+        if self._request.objective is not Objective.cost:
+            return self._request.score_of(step_s, None, lines * prices, 0.0, tokens)
+        egress = self._traffic.least_egress_of_families(family, sequences, routes, crosses=crosses)
+        bound = self._request.score_of(step_s, None, lines * prices, egress, tokens)
+        return np.maximum(bound, (lines * microbatches * paid / 3600 + egress) / tokens)
+
+    def _times(
+        self,
+        groups: Sequence[Shape],
+        group: Array,
+        replicas: Array,
+        microbatches: Array,
+        routes: Array,
+        stages: Array,
+        *,
+        crosses: bool,
+    ) -> tuple[Array, Array]:
+        """Return lower bounds of the seconds of a step, and of the price of a micro-batch's work. See `of`."""
+        import numpy as np
+
+        family = groups[0]
         units, least, slowest_s = map(np.array, zip(*map(self._speeds, groups), strict=True))
         site = np.searchsorted(-units[0], -(replicas // routes), side="right") - 1  # the smallest that has space
         whole_s, through_s, paid = least[group, :, site].T
@@ -96,16 +128,7 @@ class FamilyBounds:
         else:
             sending_s = (microbatches - 1 / cell) * sent_s
             step_s = np.maximum(np.maximum(step_s, microbatches * sent_s), through_s + 2 * way_s + sending_s)
-        step_s = step_s + self._ends_s(family, replicas, routes, stages)
-        sequences = replicas * microbatches * sizes[group]
-        tokens = sequences * self._estimates.work.sequence_length
-        lines = replicas * family.gpus_per_rank
-        prices = self._best.price
-        if self._request.objective is not Objective.cost:
-            return self._request.score_of(step_s, None, lines * prices, 0.0, tokens)
-        egress = self._traffic.least_egress_of_families(family, sequences, routes, crosses=crosses)
-        bound = self._request.score_of(step_s, None, lines * prices, egress, tokens)
-        return np.maximum(bound, (lines * microbatches * paid / 3600 + egress) / tokens)
+        return step_s + self._ends_s(family, replicas, routes, stages), paid
 
     def _speeds(self, family: Shape) -> tuple[Array, Array, Array]:
         """Return the sites' capacities, the largest first, and the least seconds at sites of at least this capacity.

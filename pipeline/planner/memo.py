@@ -1,4 +1,4 @@
-"""The values that searches for one model share, whichever the cluster's size, its prices and the request."""
+"""The values that searches for one model share, each by what it depends on of the cluster and the request."""
 
 from __future__ import annotations
 
