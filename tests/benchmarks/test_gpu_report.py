@@ -44,6 +44,21 @@ def test_every_item_is_accounted_for(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("\n") == len(made) + 1
 
 
+def test_a_benchmark_that_misses_a_goal_has_run_and_one_that_breaks_has_failed(tmp_path, monkeypatch):
+    made = [
+        Item(name, "a goal", ("sh", "-c", f"echo '{{\"met\": false}}' > {tmp_path}/{file}.json; exit {code}"), 0)
+        for name, file, code in (("missed", "missed", 1), ("broken", "other", 1), ("killed", "killed", 3))
+    ]
+    (tmp_path / "broken.json").write_text('{"met": false}')  # of an earlier report
+    for items, failed in ((made, 1), (made[:2], 1), (made[:1], 0)):
+        monkeypatch.setattr(gpu_report, "items", lambda out, items=items, **_: items)
+        assert write_report(["--out", str(tmp_path), "--seconds", "60"]) == failed
+        text = (tmp_path / "report.md").read_text()
+        assert "| missed | a goal | ran, and MISSED a goal, after" in text
+        assert ("| broken | a goal | FAILED with 1 after" in text) == (len(items) > 1)
+        assert ("| killed | a goal | FAILED with 3 after" in text) == (len(items) > 2)
+
+
 def test_an_item_beyond_its_limit_is_terminated_and_then_killed_with_its_processes(tmp_path, monkeypatch):
     script = "sleep 600 & echo $! > child; trap 'echo got SIGTERM' TERM; while :; do sleep 0.1; done"
     terminated = Item("terminated", "that it ends", ("sh", "-c", script), 0, 3.0)
