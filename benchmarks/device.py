@@ -62,6 +62,7 @@ LAYOUTS = (
     (2, (*_OFFLOADS, "pipeline.schedule=auto", "pipeline.memory_cap_bytes=40000000")),
     (4, ("pipeline.stages=2", "pipeline.schedule=dualpipev", "zero.stage=1", "train.precision=bf16")),
     (4, ("pipeline.stages=2", "pipeline.schedule=auto", "zero.stage=2", "pipeline.recompute=attention")),
+    (4, ("pipeline.stages=2", "pipeline.schedule=zbv", "zero.stage=3")),
 )
 """Numbers of ranks, and departures from the quickstart."""
 STEPS = 4

@@ -242,7 +242,7 @@ class _Tracer:
 
     def _enter_layer(self, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._enter(number)
-        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden = args[0] if args else kwargs.get("hidden_states")
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor) and tensor is not hidden:
                 storage = tensor.untyped_storage()

@@ -75,7 +75,10 @@ def rank_states(config: WeftConfig, facts: Facts, placement: Placement, split: S
             config.train.precision,
             facts.layout.data_ranks,
             largest_block=facts.model.largest_layer(weight),
-            whole=_gathered_weights(facts.model, weight, first=0 in held, last=placement.num_stages - 1 in held),
+            whole=max(
+                _gathered_weights(facts.model, weight, first=stage == 0, last=stage == placement.num_stages - 1)
+                for stage in held
+            ),
             microbatches=config.pipeline.microbatches,
             share=(size.parameters - size.held + stored) / lines,
             trained=TrainedWeights(
@@ -97,9 +100,9 @@ def rank_states(config: WeftConfig, facts: Facts, placement: Placement, split: S
 
 
 def _gathered_weights(model: ModelSizes, weight_bytes: int, *, first: bool, last: bool) -> float:
-    """Return the number of weights that a rank at ZeRO-3 gathers at a time.
+    """Return the number of weights that a computation of a virtual stage gathers at a time at ZeRO-3.
 
-    Those outside of layers stay as long as their stage computes. Of layers and an untied head, two are whole.
+    Those outside of layers stay as long as it runs. Of layers and an untied head, two are whole.
     """
     layer, tied = model.largest_layer(weight_bytes), model.tied.parameters > 0
     outside = model.before.stored(weight_bytes) if first else 0.0
