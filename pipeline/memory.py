@@ -174,7 +174,6 @@ def zero_memory(
     microbatches: int,
     share: float | None = None,
     trained: TrainedWeights | None = None,
-    whole: float | None = None,
 ) -> ZeroMemory:
     """Return the memory of ``parameters`` weights on a rank.
 
@@ -186,13 +185,13 @@ def zero_memory(
         replicas: number of ranks that hold the same part of each weight.
         share: parameters of a rank's shard, if parameters have different numbers of holders. None: all have
             ``replicas`` holders.
-        largest_block: parameters of the largest block. At stages 2 and 3 the gradients of two blocks are whole, if each
-            micro-batch is reduced. Parameters so small that they stay whole count if all are.
-        whole: parameters that are whole at a time at stage 3. None: two of the largest blocks.
+        largest_block: parameters of the largest block. At stage 3 two blocks are whole at a time. At stages 2 and 3 the
+            gradients of two blocks are whole, if each micro-batch is reduced. Parameters so small that they stay
+            whole count if all are.
     """
     share = parameters / replicas if share is None else share
     trained = trained or TrainedWeights(parameters, share, largest_block)
-    blocks = min(parameters, 2 * largest_block if whole is None else whole) if replicas > 1 else parameters
+    blocks = min(parameters, 2 * largest_block) if replicas > 1 else parameters
     reduced = zero.reduce_every or microbatches
     weights: float = parameters
     if zero.stage == 3 and replicas > 1:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from weft.engine.backward.offload import MovableActivations
@@ -27,16 +26,14 @@ class SavedForward:
     def __init__(self, hidden: Tensor | None, *, split: bool) -> None:
         self.hidden = hidden
         """The stage's input, a leaf, or None on the first stage."""
-        self.waits = False
-        """True until its backward begins."""
-        self.root: GradientEdge | None = None
-        """The end of its graph, without the output's memory. None if the output needs no gradient."""
+        self.output: Tensor | None = None
+        """The stage's output with its graph, until its backward begins."""
         self.in_pair = False
         """True if its backward is interleaved with a forward, so that a part of the graph may be alive."""
         self.tape = Tape() if split else None
         """Deferred weight gradients, or None if they are computed with the input gradient."""
         self.activation_bytes = 0
-        """Memory of the stage's input and of the tensors that the forward's graph saves."""
+        """Memory of the tensors that the forward's graph saves."""
         self.kept_bytes = 0
         """Memory kept between input-gradient and weight-gradient backward."""
         self.movable: MovableActivations | None = None
@@ -50,12 +47,12 @@ class SavedForward:
         """
         if self.tape is None:
             return None
-        return self.tape.coming + Counter(() if self.root is None else _leaves(self.root))
+        return self.tape.coming + Counter(() if self.output is None else _leaves(self.output))
 
     @property
     def holds_activation(self) -> bool:
         """True if the forward's graph is still alive."""
-        return self.waits or self.in_pair
+        return self.output is not None or self.in_pair
 
     @property
     def live_bytes(self) -> int:
@@ -121,7 +118,7 @@ class SplitBackward:
         saved = SavedForward(hidden, split=split)
         with self._recording(saved.tape):
             output = self._stored(run, saved, shared) if movable else self._measured(run, saved)
-        saved.waits, saved.root = True, get_gradient_edge(output) if output.requires_grad else None
+        saved.output = output
         if saved.tape and self._unsplit is None:
             self._report(saved.tape)
         return output, saved
@@ -135,16 +132,16 @@ class SplitBackward:
         Returns:
             The gradient of ``hidden``, or None on the first stage.
         """
-        assert saved.waits, "the input gradient of this micro-batch has been computed"
-        root, hidden = saved.root, saved.hidden
-        saved.waits, saved.root, saved.hidden = False, None, None
+        assert saved.output is not None, "the input gradient of this micro-batch has been computed"
+        output, hidden = saved.output, saved.hidden
+        saved.output = saved.hidden = None
         if saved.movable is not None:
             saved.movable.begin_backward()
         if saved.tape:
             saved.tape.begin_backward()
-        if root is not None:
+        if output.requires_grad:
             with self._playing(saved.tape):  # a checkpointed layer reruns its forward
-                torch.autograd.backward(root, gradient)
+                torch.autograd.backward(output, gradient)
         if saved.tape:
             saved.kept_bytes = saved.tape.kept_bytes
         return None if hidden is None else hidden.grad
@@ -187,9 +184,8 @@ class SplitBackward:
         """Run a forward whose saved tensors can move."""
         with MovableActivations((*self._module.parameters(), *self._module.buffers())) as movable:
             output = run()
-        received = 0 if saved.hidden is None or movable.holds(saved.hidden) else saved.hidden.nbytes
         movable.keep((saved.hidden, output, *shared))
-        saved.movable, saved.activation_bytes = movable, movable.total_bytes + received
+        saved.movable, saved.activation_bytes = movable, movable.total_bytes
         return output
 
     def _measured(self, run: Callable[[], Tensor], saved: SavedForward) -> Tensor:
@@ -200,8 +196,6 @@ class SplitBackward:
         else:
             with SavedBytes((*self._module.parameters(), *self._module.buffers())) as meter:
                 output = run()
-            if saved.hidden is not None:
-                meter.count(saved.hidden)
             self._activation_bytes[key] = meter.total
         saved.activation_bytes = self._activation_bytes[key]
         return output
@@ -249,9 +243,9 @@ class SplitBackward:
         return tape.record(lambda: function(*args, **kwargs), *found)
 
 
-def _leaves(root: GradientEdge) -> Iterator[nn.Parameter]:
+def _leaves(output: Tensor) -> Iterator[nn.Parameter]:
     """Yield the parameters whose gradients autograd computes itself."""
-    seen, ahead = set(), [root.node]
+    seen, ahead = set(), [output.grad_fn]
     while ahead:
         node = ahead.pop()
         if node is not None and node not in seen:
@@ -296,14 +290,13 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         """Start at 0. The ``resident`` tensors are not counted, because they are alive anyway."""
         self._resident = {tensor.untyped_storage()._cdata for tensor in resident}
         self._sizes: dict[int, int] = {}
-        super().__init__(self.count, lambda tensor: tensor)
+        super().__init__(self._pack, lambda tensor: tensor)
 
     def __enter__(self) -> SavedBytes:
         super().__enter__()
         return self
 
-    def count(self, tensor: Tensor) -> Tensor:
-        """Count a tensor, and return it."""
+    def _pack(self, tensor: Tensor) -> Tensor:
         for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
             storage = part.untyped_storage()
             # Identify by storage object, not by address: sharded weights are freed and allocated again.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from weft.conf.schema import ContextExchange, PairChoice, Precision, Recompute, WeftConfig
+from weft.conf.schema import ContextExchange, PairChoice, Recompute, WeftConfig
 from weft.engine.models.sizes import ModelSizes, PartSize
 from weft.engine.planning.facts import Facts
 from weft.engine.planning.teacher_facts import distilled_work
@@ -87,7 +87,8 @@ def working_bytes(
     for stage, size in enumerate(stage_sizes(facts.model, split)):
         expanded = size.largest_four_bit * WEIGHT_BYTES[config.train.precision]
         used = found[stage]
-        found[stage] = used._replace(forward=max(used.forward, expanded), input=used.input + expanded)
+        again = used.input + expanded if divisions[stage].recomputes else max(used.input, expanded)
+        found[stage] = used._replace(forward=max(used.forward, expanded), input=again)
     # An embedding's gradient is as large as its weights, and comes last, when nothing else of its micro-batch is left.
     embedding: float = facts.model.before.largest * WEIGHT_BYTES[config.train.precision]
     embedding -= costs.stages[0].activation_bytes
@@ -95,8 +96,7 @@ def working_bytes(
         most = max(facts.teacher.working_bytes, facts.teacher.loss_bytes)
         found[-1] = found[-1]._replace(forward=max(found[-1].forward, most))
     first = found[0]
-    kept = costs.stages[0].weight_saved_bytes
-    found[0] = first._replace(whole=max(first.whole, embedding), input=max(first.input, embedding + kept))
+    found[0] = first._replace(whole=max(first.whole, embedding), input=max(first.input, embedding))
     return found
 
 
@@ -136,8 +136,7 @@ def _estimated_stages(
 ) -> tuple[StageCost, ...]:
     """Estimate costs by the operations and bytes of each layer. Ranks that share layers divide them equally."""
     work, divisions = _work(config, facts), _divisions(config, facts, split, recompute)
-    stages: list[StageCost] = []
-    in_chunks = work.loss_in_chunks(divisions[0])
+    stages, in_chunks = [], work.loss_in_chunks(divisions[0])
     for part, layers, division in zip(_stage_works(work, split), split.layers, divisions, strict=True):
         seconds = part.seconds(
             flops_per_s / division.of_rank(1),
@@ -145,11 +144,7 @@ def _estimated_stages(
             recomputes_attention=division.recomputes_attention,
             in_chunks=in_chunks,
         )
-        cost = work.stage_cost(part, len(layers), seconds, division)
-        if stages and not division.recomputes and config.train.precision is not Precision.fp32:
-            # norms save copies in fp32 of what the stage receives
-            cost = replace(cost, activation_bytes=cost.activation_bytes + cost.output_bytes)
-        stages.append(cost)
+        stages.append(work.stage_cost(part, len(layers), seconds, division))
     if facts.teacher is not None:
         last, teacher = stages[-1], facts.teacher
         saved, forward_s = last.activation_bytes + teacher.saved_bytes, last.forward_s + teacher.flops / flops_per_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.conf.schema import Precision, WeftConfig
-from weft.engine.models.sizes import ModelSizes, PartSize
+from weft.engine.models.sizes import PartSize
 from weft.engine.planning.estimates import rank_size
 from weft.engine.planning.facts import Facts
 from weft.engine.stages.cutting.split import StageSplit
-from weft.pipeline.action import COMPUTE, Action, Op, Slot
+from weft.pipeline.action import COMPUTE, Op
 from weft.pipeline.cell import pipeline_of
 from weft.pipeline.costs import CostModel
 from weft.pipeline.memory import (
@@ -36,14 +36,6 @@ from weft.pipeline.workload import Working
 
 EXACT_BYTES = 4
 """Bytes of a frozen weight in its original type."""
-
-
-BATCH_BYTES = 24
-"""Bytes of a token of a micro-batch: its id, its label and its mask."""
-LEAST_BYTES = 512
-"""Bytes that the smallest tensor takes on a GPU."""
-NUMBERS = 320
-"""Single numbers that a rank keeps in a step, such as losses and parts of a norm."""
 
 
 def memory_checkpoint_bytes(size: PartSize, config: WeftConfig, ranks: int) -> float:
@@ -75,10 +67,6 @@ def rank_states(config: WeftConfig, facts: Facts, placement: Placement, split: S
             config.train.precision,
             facts.layout.data_ranks,
             largest_block=facts.model.largest_layer(weight),
-            whole=max(
-                _gathered_weights(facts.model, weight, first=stage == 0, last=stage == placement.num_stages - 1)
-                for stage in held
-            ),
             microbatches=config.pipeline.microbatches,
             share=(size.parameters - size.held + stored) / lines,
             trained=TrainedWeights(
@@ -92,30 +80,11 @@ def rank_states(config: WeftConfig, facts: Facts, placement: Placement, split: S
             state = _padded(state, facts.padding / placement.num_ranks, config, facts.layout.lines)
         if facts.keeps_frozen:
             state = replace(state, weights=state.weights + (size.held - size.held_trained) * EXACT_BYTES)
-        state = replace(state, weights=state.weights + size.scale_bytes + _small_bytes(config, facts, size))
+        state = replace(state, weights=state.weights + size.scale_bytes)
         if facts.teacher is not None and placement.num_stages - 1 in held:
             state = replace(state, weights=state.weights + facts.teacher.resident_bytes)
         found.append(state)
     return found
-
-
-def _gathered_weights(model: ModelSizes, weight_bytes: int, *, first: bool, last: bool) -> float:
-    """Return the number of weights that a computation of a virtual stage gathers at a time at ZeRO-3.
-
-    Those outside of layers stay as long as it runs. Of layers and an untied head, two are whole.
-    """
-    layer, tied = model.largest_layer(weight_bytes), model.tied.parameters > 0
-    outside = model.before.stored(weight_bytes) if first else 0.0
-    after = model.after.stored(weight_bytes) if last else 0.0
-    outside += after - (model.tied.stored(weight_bytes) if first else 0.0) if tied and last else 0.0
-    return outside + layer + max(layer, 0.0 if tied else after)
-
-
-def _small_bytes(config: WeftConfig, facts: Facts, size: PartSize) -> float:
-    """Return the bytes of the micro-batches of a step, of the optimiser's counters, and of single numbers."""
-    tokens = config.pipeline.microbatches * config.train.microbatch_size * config.data.sequence_length
-    batches = BATCH_BYTES * tokens / facts.layout.context
-    return batches + (0.0 if facts.device == "cpu" else LEAST_BYTES * (size.tensors + NUMBERS))
 
 
 def _padded(state: ZeroMemory, elements: float, config: WeftConfig, lines: int) -> ZeroMemory:
@@ -162,55 +131,31 @@ def rank_memory(
         working: bytes that the actions of each virtual stage need besides saved activations.
         stepping: bytes that the optimiser of each pipeline rank needs during an update, besides its state.
     """
-
-    def during(action: Action, gathering: float) -> float:
-        needed = working[action.stage].during(action.op, gathering)
-        # the bytes along a row have all of it while the input gradient runs
-        return needed - (costs.stages[action.stage].weight_saved_bytes if action.op is Op.I else 0.0)
-
     single = pipeline_of(cell, 0)
     found = []
     for rank, (row, state) in enumerate(zip(single.rows, states, strict=True)):
         held = single.placement.rank_stages[rank]
         saved = [entry.num_bytes for entry in held_along(row, costs)]
-        sent = list(_sent_along(row, costs))
-        gathering = state.buffers if config.zero.stage == 3 else 0.0
         used = [
-            num_bytes
-            + on_its_way
-            + max((during(action, gathering) for action in slot if action.op in COMPUTE), default=0.0)
-            for slot, num_bytes, on_its_way in zip(row, saved, sent, strict=True)
+            num_bytes + max((working[a.stage].during(a.op) for a in slot if a.op in COMPUTE), default=0.0)
+            for slot, num_bytes in zip(row, saved, strict=True)
         ]
         reducing = [
             num_bytes + state.buffers * parameters[slot[0].stage] / max(1, *(parameters[stage] for stage in held))
             for slot, num_bytes in zip(row, saved, strict=True)
             if slot[0].op is Op.REDUCE_GRAD
         ]
-        most = max(used, default=0.0)
-        activations = min(most, max(saved, default=0.0))
-        beside = 0.0 if gathering else max(0.0, max(reducing, default=0.0) - most)
+        activations, most = max(saved, default=0.0), max(used, default=0.0)
+        beside = state.buffers if config.zero.stage == 3 else max(0.0, max(reducing, default=0.0) - most)
         beside += message_bytes(single.placement, costs, rank)
         found.append(RankMemory(state, activations, most - activations, beside, stepping[rank]))
     return tuple(found)
 
 
-def _sent_along(row: Iterable[Slot], costs: CostModel) -> Iterator[float]:
-    """Yield the bytes of outputs that a rank has sent, until its gradient shows that an output has arrived."""
-    on_its_way = 0.0
-    for slot in row:
-        op, stage, _ = slot[0]
-        if op in (Op.SEND_F, Op.RECV_B):
-            on_its_way += costs.stages[stage].output_bytes * (1 if op is Op.SEND_F else -1)
-        yield on_its_way
-
-
 def message_bytes(placement: Placement, costs: CostModel, rank: int) -> float:
-    """Return the bytes of a rank's messages besides outputs on their way: a gradient of each hop, and what it gets."""
+    """Return the bytes of a rank's messages: one in each direction of each hop to or from another rank."""
     hops = list(enumerate(zip(placement.stage_ranks, placement.stage_ranks[1:], strict=False)))
-    ways = [
-        (stage, 1 if here == rank else 2) for stage, (here, there) in hops if here != there and rank in (here, there)
-    ]
-    return sum(number * costs.stages[stage].output_bytes for stage, number in ways)
+    return sum(2 * costs.stages[stage].output_bytes for stage, ends in hops if rank in ends and len(set(ends)) > 1)
 
 
 def activation_memory(

@@ -333,8 +333,7 @@ class Estimates:
             share=share,
             trained=TrainedWeights(sum(self._trained(work, shape)), stepped, largest_trained),
         )
-        used = self.work.working_bytes(work, num_layers, _division(shape), WEIGHT_BYTES[Precision.bf16])
-        working = max(used.forward, used.whole, used.weight)  # an input gradient needs no more
+        working = max(self.work.working_bytes(work, num_layers, _division(shape), WEIGHT_BYTES[Precision.bf16]))
         beside = self._messages(shape) + (zero.buffers if shape.zero_stage == 3 else 0.0)
         stepping = stepping_bytes(_ADAMW, stepped, largest, together=True)
         return RankMemory(zero, activations, working, beside, stepping)
