@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from weft.engine.backward.offload import MovableActivations
@@ -26,8 +27,10 @@ class SavedForward:
     def __init__(self, hidden: Tensor | None, *, split: bool) -> None:
         self.hidden = hidden
         """The stage's input, a leaf, or None on the first stage."""
-        self.output: Tensor | None = None
-        """The stage's output with its graph, until its backward begins."""
+        self.waits = False
+        """True until its backward begins."""
+        self.root: GradientEdge | None = None
+        """The end of its graph, without the output's memory. None if the output needs no gradient."""
         self.in_pair = False
         """True if its backward is interleaved with a forward, so that a part of the graph may be alive."""
         self.tape = Tape() if split else None
@@ -47,12 +50,12 @@ class SavedForward:
         """
         if self.tape is None:
             return None
-        return self.tape.coming + Counter(() if self.output is None else _leaves(self.output))
+        return self.tape.coming + Counter(() if self.root is None else _leaves(self.root))
 
     @property
     def holds_activation(self) -> bool:
         """True if the forward's graph is still alive."""
-        return self.output is not None or self.in_pair
+        return self.waits or self.in_pair
 
     @property
     def live_bytes(self) -> int:
@@ -118,7 +121,7 @@ class SplitBackward:
         saved = SavedForward(hidden, split=split)
         with self._recording(saved.tape):
             output = self._stored(run, saved, shared) if movable else self._measured(run, saved)
-        saved.output = output
+        saved.waits, saved.root = True, get_gradient_edge(output) if output.requires_grad else None
         if saved.tape and self._unsplit is None:
             self._report(saved.tape)
         return output, saved
@@ -132,16 +135,16 @@ class SplitBackward:
         Returns:
             The gradient of ``hidden``, or None on the first stage.
         """
-        assert saved.output is not None, "the input gradient of this micro-batch has been computed"
-        output, hidden = saved.output, saved.hidden
-        saved.output = saved.hidden = None
+        assert saved.waits, "the input gradient of this micro-batch has been computed"
+        root, hidden = saved.root, saved.hidden
+        saved.waits, saved.root, saved.hidden = False, None, None
         if saved.movable is not None:
             saved.movable.begin_backward()
         if saved.tape:
             saved.tape.begin_backward()
-        if output.requires_grad:
+        if root is not None:
             with self._playing(saved.tape):  # a checkpointed layer reruns its forward
-                torch.autograd.backward(output, gradient)
+                torch.autograd.backward(root, gradient)
         if saved.tape:
             saved.kept_bytes = saved.tape.kept_bytes
         return None if hidden is None else hidden.grad
@@ -243,9 +246,9 @@ class SplitBackward:
         return tape.record(lambda: function(*args, **kwargs), *found)
 
 
-def _leaves(output: Tensor) -> Iterator[nn.Parameter]:
+def _leaves(root: GradientEdge) -> Iterator[nn.Parameter]:
     """Yield the parameters whose gradients autograd computes itself."""
-    seen, ahead = set(), [output.grad_fn]
+    seen, ahead = set(), [root.node]
     while ahead:
         node = ahead.pop()
         if node is not None and node not in seen:

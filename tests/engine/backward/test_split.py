@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import weakref
 
 import pytest
 import torch
@@ -312,3 +313,18 @@ def test_nothing_is_left_to_play_after_what_was_not_played_is_computed_at_once(p
     split.weight_backward(saved)
     assert all(p.grad is None for p in module.parameters()), "computed twice"
     assert all(gradient.abs().sum() > 0 for gradient in first.values())
+
+
+def test_an_output_is_freed_while_its_backward_waits():
+    """A pipeline sends it to the next stage. The backward needs the graph, and no more."""
+    module = nn.Linear(4, 4)
+    hidden = torch.ones(2, 4, requires_grad=True)
+    for split in (False, True):
+        backward = SplitBackward(module)
+        output, saved = backward.forward(lambda: module(hidden) + 1, hidden, split=split)
+        gone = weakref.ref(output)
+        del output
+        assert gone() is None and saved.holds_activation
+        backward.full_backward(saved, torch.ones(2, 4))
+        backward.remove()
+    assert torch.equal(module.weight.grad, torch.full((4, 4), 4.0))
