@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.device import measure_emulated
 from tests.device import fp16, mutants, observations, training, uses, waits
 from tests.device.build import obstacle
 from tests.device.lines import FOLDER, require
@@ -164,6 +163,8 @@ def test_the_number_of_events_does_not_grow_with_steps():
 
 def test_predicted_memory_is_that_of_the_device():
     """Layouts with W, temporary gradients and recomputation; `python -m benchmarks device --emulated` has more."""
+    from benchmarks.device import measure_emulated  # needs the feature emulation, without which these are collected
+
     settings = ("pipeline.stages=2", "pipeline.placement=fold", "model.overrides.num_hidden_layers=4")
     layouts = [(*settings, "pipeline.schedule=zbv"), (*settings, "pipeline.schedule=w", "pipeline.recompute=layers")]
     for found in run_on_devices(2, measure_emulated, layouts):

@@ -256,11 +256,11 @@ def test_every_class_of_idle_time_gets_trials(writer, gate, monkeypatch, gap_s):
     """Also those shorter than the pause between trials, while steps of other classes go on."""
     poisoned(gate, gap_s)
     writer.begin(8)
-    now_s = time.monotonic()
-    monkeypatch.setattr("weft.inference.worker.gate.time", SimpleNamespace(monotonic=lambda: now_s))
     opened_s = gate.boards[0].state().bubble.opens_s
+    now_s = opened_s + min(gap_s, 0.001)
+    monkeypatch.setattr("weft.inference.worker.gate.time", SimpleNamespace(monotonic=lambda: now_s))
     gate._class_end_s = [now_s] * len(gate._class_end_s)
-    gate.last_end_s = min(now_s - gap_s, opened_s)
+    gate.last_end_s = now_s - gap_s
     assert gate.grant(1000, 0)[0] == (MIN_TOKENS if gap_s >= MIN_PAUSE_S else 0)
     gate._class_end_s[gap_class(now_s - gate.last_end_s)] = now_s - MIN_PAUSE_S
     assert gate.grant(1000, 0)[0] == MIN_TOKENS
