@@ -98,7 +98,8 @@ class ControllerConfig:
     """Seconds without any answer after which a worker or decode server counts as hung. A dead one refuses
     connections, which is noticed at once."""
     answer_timeout_s: Annotated[float, POSITIVE] = 600.0
-    """Seconds after which a prompt, or the next event of a stream, is abandoned even if its server is alive."""
+    """Seconds after which a prompt, an answer that is not streamed, or the next event of a stream is abandoned even if
+    its server is alive."""
     probe_s: Annotated[float, POSITIVE] = 0.5
     """Seconds between probes of each worker's health and bubbles."""
     drain_s: Annotated[float, POSITIVE] = 30.0

@@ -41,7 +41,7 @@ class AnsweringServer:
             client: without credentials for other servers.
         """
         self.url, self._client, self._silence_s = url.rstrip("/"), client, settings.silence_s
-        self.event_timeout_s = settings.answer_timeout_s
+        self._silence_limit_s = settings.answer_timeout_s
         self._timeout = httpx.Timeout(None, connect=settings.answer_slack_s)
         self._headers = {b"authorization": f"Bearer {key}".encode()} if key else {}
 
@@ -90,15 +90,15 @@ class AnsweringServer:
         return Response(content, status_code=response.status_code, headers=kept)
 
     @asynccontextmanager
-    async def unless_lost(self, timeout_s: float | None = None) -> AsyncIterator[None]:
+    async def unless_lost(self) -> AsyncIterator[None]:
         """Wait in the block for the server, unless it is lost.
 
         Raises:
-            httpx.TransportError: it breaks off, is silent for `silence_s` and then does not answer its health check, or
-                is silent for ``timeout_s``.
+            httpx.TransportError: it breaks off, is silent for `silence_s` and then not healthy, or is silent for
+                `answer_timeout_s`.
         """
         try:
-            async with asyncio.timeout(timeout_s) as limit:
+            async with asyncio.timeout(self._silence_limit_s) as limit:
                 watching = asyncio.create_task(self._watch(limit))
                 try:
                     yield
@@ -112,9 +112,12 @@ class AnsweringServer:
         try:
             while True:
                 await asyncio.sleep(self._silence_s)
-                await self._client.get(f"{self.url}/health", headers=self._headers, timeout=self._silence_s)
+                health = await self._client.get(f"{self.url}/health", headers=self._headers, timeout=self._silence_s)
+                if health.is_server_error:  # a server without a health check answers 404
+                    break
         except httpx.TransportError:
-            limit.reschedule(0.0)
+            pass
+        limit.reschedule(0.0)
 
     async def render(self, path: str, body: bytes, headers: Mapping[bytes, bytes]) -> list[int]:
         """Return the tokens of a request's prompt as vLLM renders it. There are none if the server refuses it."""
@@ -235,7 +238,10 @@ class Answers:
 
 def _gone() -> Refusal:
     return Refusal(
-        503, "the decode server ends, starts or does not answer; send the request again", retry_after_s=RETRY_S
+        503,
+        "the decode server ends, starts or does not answer; send the request again, with stream=true if its answer may "
+        "take longer than inference.controller.answer_timeout_s",
+        retry_after_s=RETRY_S,
     )
 
 
@@ -264,7 +270,7 @@ async def _events(server: AnsweringServer, response: httpx.Response, first: Call
     completion, rest, is_first, parts = Completion(), b"", True, response.aiter_bytes()
     try:
         while True:
-            async with server.unless_lost(server.event_timeout_s):
+            async with server.unless_lost():
                 part = await anext(parts, b"")
             if not part:
                 if rest:

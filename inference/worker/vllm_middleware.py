@@ -21,6 +21,7 @@ from weft.inference.requests import Completion, Refusal, as_prefill, check_prefi
 from weft.inference.worker import vllm_scores
 from weft.inference.worker.bubble_report import ROUTE as REPORT
 from weft.inference.worker.bubble_report import BubbleReport
+from weft.inference.worker.engine_echo import EngineEcho
 from weft.inference.worker.proofs import HEADER, SCHEME, answer_proof, nonce_of
 from weft.inference.worker.score_arrays import ROUTE as SCORES
 from weft.inference.worker.settings import SETTINGS_VARIABLE
@@ -62,6 +63,7 @@ class KeyMiddleware:
         """Wrap ``app``. The key is read from the environment."""
         self._app = app
         self._key = os.environ.get(KEY_VARIABLE, "").encode()
+        self._echo = EngineEcho()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Handle one request (the ASGI interface)."""
@@ -94,8 +96,14 @@ class KeyMiddleware:
         await self._app(scope, app_receive, app_send)
 
     def _authorize(self, scope: Message, asked: tuple[str, str]) -> None:
+        if asked == HEALTH and (problem := self._problem(scope)):
+            raise Refusal(503, problem)
         if asked != HEALTH and self._key and not self._has_key(scope):
             raise Refusal(401, "missing or invalid API key; send it as `Authorization: Bearer KEY`")
+
+    def _problem(self, scope: Message) -> str:
+        """Return why the engine makes no progress, or empty if it does."""
+        return self._echo.problem(scope["app"].state.engine_client.is_paused)
 
     async def _answer(self, scope: Message, receive: Receive) -> Answer | None:
         """Return the answer to a request that is not forwarded, or None."""
@@ -148,9 +156,10 @@ class ApiMiddleware(KeyMiddleware):
         if asked not in ALLOWED and not (self._weights and asked in REPLACING):
             allowed = ", ".join(f"{method} {path}" for method, path in ALLOWED)
             raise Refusal(404, f"{asked[0]} {asked[1]}: not served by a prefill worker; available: {allowed}")
-        if asked == HEALTH and self._status is not None and (problem := problem_of(self._status, time.monotonic_ns())):
-            raise Refusal(503, problem)
         super()._authorize(scope, asked)
+
+    def _problem(self, scope: Message) -> str:
+        return problem_of(self._status, time.monotonic_ns()) if self._status is not None else ""
 
     async def _answer(self, scope: Message, receive: Receive) -> Answer | None:
         asked = scope["method"], scope["path"]

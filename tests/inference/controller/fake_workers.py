@@ -44,7 +44,7 @@ class FakeWorkers(httpx.AsyncBaseTransport):
     the other), mute (no word on its health, but answers), crossing (closes connections when asked for its health, but
     answers), late (its health comes while the controller does not run, every other time after the controller's
     timeout), leaving (aborts prompts, as vLLM does when it shuts down), full (answers 503), endless (streams without
-    end).
+    end), stopped (its engine does not run, but its health answers), unwell (likewise, and its health says so).
     """
 
     def __init__(self, count):
@@ -54,6 +54,8 @@ class FakeWorkers(httpx.AsyncBaseTransport):
         self.device = asyncio.Lock()
         self.names = [f"w{number}" for number in range(count)]
         self.cancelled = []
+        self.stuck = []
+        """Names of servers for each request that waits for a stopped engine."""
         self.decoded = []
         """Requests of the decode server, `DECODE`: (request, body)."""
         self.rendered = None
@@ -82,7 +84,12 @@ class FakeWorkers(httpx.AsyncBaseTransport):
             time.sleep(0.5)
             if self.asked % 2:
                 raise httpx.ReadTimeout("no answer", request=request)
+        if fault in ("stopped", "unwell") and request.method == "POST":
+            self.stuck.append(name)
+            await asyncio.sleep(3600.0)
         if request.url.path == "/health":
+            if fault == "unwell":
+                return httpx.Response(503)
             if fault in ("slow", "crossing"):
                 self.asked += 1
             if fault == "crossing":

@@ -38,6 +38,7 @@ def main(port: int, computing_s: float, folder: str) -> None:
     running: list[int] = []
     most = {"running": 0}
     app.state.server = SimpleNamespace(should_exit=False)
+    app.state.engine_client = SimpleNamespace(is_paused=lambda: asyncio.sleep(0))
 
     @app.get("/health")
     async def health() -> None:

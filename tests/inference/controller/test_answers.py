@@ -263,6 +263,39 @@ async def test_a_decode_server_may_be_slow_unless_its_health_does_not_answer_eit
         assert ("the decode server" in answer.text) == is_stopped
 
 
+@pytest.mark.parametrize("fault", ["stopped", "unwell"])
+@pytest.mark.parametrize(
+    "field",
+    [{}, {"stream": True}, {"n": 2}, {"prompt": ["one", "two"]}, {"prompt": None, **CHAT}, {"model": "other"}, REMOTE],
+)
+async def test_a_server_whose_engine_is_stopped_leaves_no_request_unanswered(field, fault):
+    """Its process for HTTP still accepts connections."""
+    workers, others = FakeWorkers(1), [OtherModelConfig(name="other", url="http://other/")]
+    if fault == "stopped":  # nothing but the time says so
+        limits = {"answer_timeout_s": 0.3}
+    else:
+        limits = {"silence_s": 0.1, "probe_s": 0.05, "answer_slack_s": 0.05}
+    stopped = ["w0"] if field == REMOTE else ["decode", "other"]
+    async with controller(workers, decode_url=DECODE, models=others, **limits) as client, asyncio.timeout(20):
+        workers.fault = dict.fromkeys(stopped, fault)
+        answer = await client.post("/v1/chat/completions" if "messages" in field else PATH, json=WHOLE | field)
+        assert answer.status_code == (504 if (field, fault) == (REMOTE, "stopped") else 503)
+        assert answer.headers.get("retry-after") or answer.status_code == 504
+        assert len(workers.stuck) == 1 and workers.cancelled == workers.stuck, "sent once, and withdrawn"
+
+
+@pytest.mark.parametrize("fault", ["stopped", "unwell"])
+async def test_a_near_decode_server_whose_engine_is_stopped_is_replaced(fault):
+    workers, limits = FakeWorkers(1), {"answer_timeout_s": 0.3} if fault == "stopped" else {"silence_s": 0.1}
+    async with controller(workers, decode_url=DECODE, decoders=[f"{DECODE}1"], **limits) as client:
+        workers.fault = {"decode1": fault}
+        async with asyncio.timeout(20):
+            answers = await asyncio.gather(*(client.post(PATH, json=WHOLE) for _ in range(4)))
+        assert {answer.json()["choices"][0]["text"] for answer in answers} == {"hi"}
+        assert Counter(workers.stuck) == Counter(workers.cancelled) == {"decode1": 4}
+        assert len(workers.decoded) == 4, "each is answered once"
+
+
 async def test_no_request_gets_a_connection_that_another_has_used():
     """The client may close such a connection under the request, after the server has got it."""
     peers = []

@@ -12,6 +12,7 @@ import pytest
 
 vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
+from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 from vllm.v1.engine.core import EngineCore, EngineCoreProc  # noqa: E402
 
 from weft.inference.worker.vllm_interfaces import CLASSES, PRIVATE, VERSION  # noqa: E402
@@ -64,6 +65,10 @@ def test_the_loop_asks_the_scheduler_before_it_blocks_and_before_it_steps():
     assert asked.index("has_work()") < asked.index("input_queue.get")
     stepped = inspect.getsource(EngineCore.step)
     assert stepped.index("has_requests()") < stepped.index(".schedule(")
+
+
+def test_health_calls_the_engine_of_a_decode_server():
+    assert "await self.engine_core.is_scheduler_paused_async()" in inspect.getsource(AsyncLLM.is_paused)
 
 
 def test_a_wake_up_is_a_message_that_does_nothing():

@@ -105,7 +105,8 @@ def test_any_text_in_a_flat_body_passes(value):
 
 
 def app_of(**state):
-    """Return vLLM's application, of which the middleware reads the state: its server, and whether that ends."""
+    """Return vLLM's application, of which the middleware reads the state: its server, whether that ends, its engine."""
+    state.setdefault("engine_client", SimpleNamespace(is_paused=lambda: asyncio.sleep(0)))
     return SimpleNamespace(state=SimpleNamespace(server=SimpleNamespace(should_exit=False), **state))
 
 
