@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.memory import QUICKSTART, random_batches
+from benchmarks.memory import QUICKSTART, random_batches, recorded_messages
 from benchmarks.results import finish, parse, show
 from weft.conf.compose import compose
 from weft.pipeline.action import Action, Op
@@ -67,21 +67,18 @@ class CapResult:
 def capped(cap_bytes: int, settings: tuple[str, ...], steps: int = STEPS, *, emulated: bool = True) -> CapResult:
     """Train under a cap and return this rank's result. A collective call.
 
-    The prediction is that without messages, which are in shared memory, where the record of tensors misses them.
-
     Args:
         emulated: let actions take the seconds that the plan assumes.
     """
     from weft.engine.backward import offload
     from weft.engine.initialize import initialize
     from weft.engine.planning import gathering
-    from weft.engine.planning.memory import message_bytes
     from weft.recipes.emulation.tensor_peak import TensorPeak
 
     config = compose([*QUICKSTART, *COMMON, f"pipeline.memory_cap_bytes={cap_bytes}", *settings])
     speed = patch.object(gathering, "usable_flops", lambda *_: (FLOPS_PER_S, "given"))
     on_host = patch.object(offload, "host_buffer", _unrecorded)
-    with speed, on_host:
+    with speed, on_host, recorded_messages():
         peak = TensorPeak()
         engine, *_ = initialize(config=config)
         if emulated:
@@ -97,10 +94,8 @@ def capped(cap_bytes: int, settings: tuple[str, ...], steps: int = STEPS, *, emu
         del engine
         gc.collect()
         measured = peak.stop()
-    memory = plan.memory[rank]
-    buffers = memory.concurrent_buffers - message_bytes(plan.placement, plan.costs, rank)
     return CapResult(
-        predicted=replace(memory, concurrent_buffers=buffers).total,
+        predicted=plan.memory[rank].total,
         measured=measured,
         predicted_s=plan.step_s,
         measured_s=measured_s,

@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 import os
-from itertools import accumulate
+from collections.abc import Iterable, Iterator
+from ctypes import CDLL, c_bool
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 
 class TensorPeak:
-    """Records allocations and releases of the calling thread, from its creation until `stop`."""
+    """Records the allocated bytes of all threads at each allocation of the calling one, until `stop`.
+
+    torch records the sum over all threads only if a flag of its C++ library is set. Without it, a tensor that another
+    thread frees counts as allocated for ever: gloo's threads free what they finish after the caller.
+    """
 
     def __init__(self) -> None:
+        library = CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True  # left set: the sum stays exact
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints its stages
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._profile.start()
+        torch.empty(1)  # the first event, which shows the bytes at the beginning
 
     def stop(self) -> int:
-        """End the record, and return the peak in bytes."""
+        """End the record, and return the peak in bytes, beyond what was allocated at its beginning."""
         self._profile.stop()
         assert self._profile.profiler is not None
-        events = self._profile.profiler.kineto_results.events()
-        changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-        return max(accumulate(num_bytes for _, num_bytes in changes), default=0)
+        events = sorted(_allocations(self._profile.profiler.kineto_results.experimental_event_tree()))
+        _, *allocated = (num_bytes for _, num_bytes in events)
+        return max(allocated) - allocated[0]
+
+
+def _allocations(events: Iterable[Any]) -> Iterator[tuple[int, int]]:
+    """Yield the time of each allocation and release, and the bytes that all threads have allocated after it."""
+    waiting = list(events)
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            yield event.start_time_ns, event.extra_fields.total_allocated

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.memory import LAYOUTS, NUM_RANKS, QLORA, peaks
+from benchmarks.memory import LAYOUTS, NUM_RANKS, QLORA, TIMEOUT_S, peaks
 
 
 def _short(config):
@@ -12,19 +12,21 @@ def _short(config):
     return replace(config, pipeline=replace(config.pipeline, microbatches=4))
 
 
-def require_predicted(layouts):
-    found = [peak for ranks in peaks(120, _short, layouts) for peak in ranks]
-    assert len(found) == NUM_RANKS * len(layouts)
+def require_predicted(layout):
+    (found,) = peaks(TIMEOUT_S, _short, [layout])
+    assert len(found) == NUM_RANKS
     for peak in found:
         assert abs(peak.error) < 0.1, peak
 
 
 @pytest.mark.slow
-def test_predicted_memory_is_the_measured_one():
-    require_predicted(LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
+def test_predicted_memory_is_the_measured_one(layout):
+    require_predicted(layout)
 
 
 @pytest.mark.slow
-def test_predicted_memory_over_4_bit_weights_is_the_measured_one():
+@pytest.mark.parametrize("layout", QLORA, ids=" ".join)
+def test_predicted_memory_over_4_bit_weights_is_the_measured_one(layout):
     pytest.importorskip("bitsandbytes")
-    require_predicted([QLORA])
+    require_predicted(layout)
