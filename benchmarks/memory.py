@@ -52,7 +52,6 @@ QLORA = (
     ("pipeline.stages=2", "pipeline.schedule=zbv", "pipeline.placement=fold", *_FOUR_BITS),
     ("pipeline.stages=4", *_FOUR_BITS),
     ("pipeline.stages=2", "pipeline.schedule=1f1b", "zero.stage=1", *_FOUR_BITS),
-    ("pipeline.stages=2", "pipeline.schedule=w", "zero.stage=3", *_FOUR_BITS),
 )
 """Adapters over base weights of 4 bits. Needs bitsandbytes."""
 _RECIPE = "model.overrides.vocab_size=8192"

@@ -62,29 +62,15 @@ def plain_losses(settings, folder):
     return found
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    """A folder with a student and a teacher, the settings of a run, and the losses of a plain loop."""
-    folder = tmp_path_factory.mktemp("both")
-    settings = prepare_both(folder)
-    return folder, settings, plain_losses(settings, folder)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("fault", [None, "", "slow", "stopped", "nan"])
-def test_losses_are_those_of_a_plain_loop_whatever_the_workers_do(fault, stages, both, tmp_path):
+def test_losses_are_those_of_a_plain_loop_whatever_the_workers_do(fault, stages, tmp_path):
     from tests.inference.scorers import KEY, worker  # with the feature prefill only
 
-    folder, common, expected = both
-    settings = [
-        *common,
-        f"cluster.ranks={stages}",
-        f"pipeline.stages={stages}",
-        f"train.output_dir={tmp_path / 'runs'}",
-    ]
-    teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32)
+    settings = [*prepare_both(tmp_path), f"cluster.ranks={stages}", f"pipeline.stages={stages}"]
+    teacher = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher", dtype=torch.float32)
     with nullcontext((None, [])) if fault is None else worker(teacher, fault) as (url, lengths):
         ahead = [f"inference.controller.workers=[{{url: '{url}', boards: [none]}}]"]
         ahead += ["inference.enabled=true", "inference.scores.enabled=true", f"inference.boards={tmp_path / 'boards'}"]
@@ -92,7 +78,7 @@ def test_losses_are_those_of_a_plain_loop_whatever_the_workers_do(fault, stages,
         for steps in (STEPS // 2, STEPS):  # with a resume
             run_ranks(stages, train_with_key, KEY, [*given, f"train.steps={steps}"], timeout_s=200)
     run = tmp_path / "runs" / "distill"
-    assert losses(run) == pytest.approx(expected, abs=1e-4)
+    assert losses(run) == pytest.approx(plain_losses(settings, tmp_path), abs=1e-4)
     if fault is not None:
         assert lengths and (fault == "slow" or any(shares_ahead(run)) == (fault == ""))
 

@@ -213,28 +213,6 @@ class BruteForce:
             }
         return self._memories[key]
 
-    def _fitting(self, shape):
-        """By site and first layer, a bit for each end of a virtual stage whose saved activations fit."""
-        key = "fitting", *self._table_key(shape), *self._memory_key(shape), min(3, shape.num_stages)
-        if key not in self._rooms:
-            fits = self._table(shape).saved <= self._room_table(shape)
-            bits = 1 << np.arange(fits.shape[-1], dtype=object)
-            self._rooms[key] = (fits * bits).sum(axis=-1).tolist(), {}
-        return self._rooms[key]
-
-    def _may_fit(self, shape, way, held):
-        """True if there is a cut of whose virtual stages each fits alone."""
-        fitting, found = self._fitting(shape)
-        if (key := (shape.arrangement, way, held)) not in found:
-            reached = 1
-            for site in self._placed(*key)[1][0][0].tolist():
-                starts, reached, ends = reached, 0, fitting[site]
-                while starts:
-                    reached |= ends[(starts & -starts).bit_length() - 1]
-                    starts &= starts - 1
-            found[key] = bool(reached >> len(self.own.work.layers) & 1)
-        return found[key]
-
     def _shared_s(self, shape):
         """Seconds of the pipeline if all ranks share all work, and each layer is where it takes least."""
         key = "whole", shape.tensor, shape.context, shape.expert, shape.microbatch_size, shape.checkpointing
@@ -256,8 +234,6 @@ class BruteForce:
         own, some = self.own, Layout(**vars(shape), sites=sites, stages=stages, layers=())
         cuts, routes_of_some = bounds_of_cuts(len(own.work.layers), shape.virtual_stages), own.routes(some)
         self.layouts += len(cuts)
-        if not all(self._may_fit(shape, *route) for route in routes_of_some):
-            return
         if shape.microbatches * max(self._busiest_s(shape, *route) for route in routes_of_some) >= limit_s:
             return
         (bound_s, behind), ends_s = self._bounds_s(shape, sites, stages), self._ends_s(shape, sites, stages)
