@@ -179,14 +179,21 @@ class Window:
             planned = np.array([record.predictions[one.line].busy_s[one.stage] for one in stands])
             pace = float(np.median(usual[is_known] / planned[is_known]))
             return pace * float(planned[place]), "its costs, at the pace of the other ranks"
-        first = record.step_range[0] + WARM_UP
-        last = min(self.own.first, first + WINDOW) - 1
-        if last - first + 1 < WINDOW // 2:
+        if (begun := self._begun) is None:
             return 0.0, ""
-        own = _own_work(record, record.steps.window(first, last, READ)).of(section)[:, place]
+        own = begun.of(section)[:, place]
         if np.isnan(own).all():
             return 0.0, ""
-        return float(np.nanquantile(own, LOW)), f"in steps {first} to {last}"
+        return float(np.nanquantile(own, LOW)), f"in steps {begun.first} to {begun.first + len(own) - 1}"
+
+    @cached_property
+    def _begun(self) -> Seconds | None:
+        """Own work in the run's first steps after the warm-up and before this window, or None if they are few."""
+        first = self._record.step_range[0] + WARM_UP
+        last = min(self.own.first, first + WINDOW) - 1
+        if last - first + 1 < WINDOW // 2:
+            return None
+        return _own_work(self._record, self._record.steps.window(first, last, READ))
 
     def often_slower(self, section: str) -> np.ndarray:
         """Return the seconds by which ranks are slower than their class in many steps, or infinity.
