@@ -31,16 +31,28 @@ class TensorPeak:
         """End the record, and return the peak in bytes, beyond what was allocated at its beginning."""
         self._profile.stop()
         assert self._profile.profiler is not None
-        events = sorted(_allocations(self._profile.profiler.kineto_results.experimental_event_tree()))
-        _, *allocated = (num_bytes for _, num_bytes in events)
+        events = self._profile.profiler.kineto_results.experimental_event_tree()
+        _, *allocated = _sums(sorted(_allocations(events)))
         return max(allocated) - allocated[0]
 
 
-def _allocations(events: Iterable[Any]) -> Iterator[tuple[int, int]]:
-    """Yield the time of each allocation and release, and the bytes that all threads have allocated after it."""
+def _allocations(events: Iterable[Any]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield time, address and bytes (negative if freed) of each allocation, and the sum over all threads after it."""
     waiting = list(events)
     while waiting:
         event = waiting.pop()
         waiting += event.children
         if event.tag == torch._C._profiler._EventType.Allocation:
-            yield event.start_time_ns, event.extra_fields.total_allocated
+            fields = event.extra_fields
+            yield event.start_time_ns, fields.ptr, fields.alloc_size, fields.total_allocated
+
+
+def _sums(allocations: Iterable[tuple[int, int, int, int]]) -> Iterator[int]:
+    """Yield the allocated bytes after each allocation, with mapped files, whose events have a sum of zero."""
+    total, mapped = 0, dict[int, int]()
+    for _, address, num_bytes, allocated in allocations:
+        if num_bytes > 0 and not allocated:
+            mapped[address] = num_bytes
+        elif num_bytes > 0 or (num_bytes < 0 and mapped.pop(address, None) is None):
+            total = allocated
+        yield total + sum(mapped.values())

@@ -41,3 +41,13 @@ def test_a_peak_does_not_count_what_was_allocated_before():
     tensor()
     assert peak.stop() == SIZE
     assert TensorPeak().stop() == 0
+
+
+def test_a_mapped_file_is_counted_while_it_is_mapped(tmp_path):
+    (tmp_path / "weights").write_bytes(bytes(SIZE))
+    peak = TensorPeak()
+    for _ in range(2):
+        mapped = torch.from_file(str(tmp_path / "weights"), size=SIZE, dtype=torch.uint8)
+        tensor()
+        del mapped
+    assert peak.stop() == 2 * SIZE
