@@ -39,6 +39,12 @@ INT8_BYTES = 2 * (1 + 4 / INT8_BLOCK)
 """Bytes of two moments of 8 bits with their scales."""
 INT8_COPIES = 5
 """fp32 copies of a parameter that bitsandbytes needs to step it on a CPU: moments, gradient, and two for the root."""
+BATCH_BYTES = 24
+"""Bytes of a token of a micro-batch: its id, its label and its mask."""
+LEAST_BYTES = 512
+"""Bytes that the smallest tensor takes on a GPU."""
+NUMBERS = 320
+"""Single numbers that a rank keeps in a step, such as losses and parts of a norm."""
 LEAST_INT8 = 4096
 """Least elements of a parameter whose moments have 8 bits, as in bitsandbytes."""
 
@@ -141,6 +147,7 @@ class RankMemory:
         concurrent_buffers: bytes of buffers that exist while most activations do. Other buffers exist only after a
             rank's backwards, while gradients are reduced.
         stepping: temporary bytes of the optimiser's step, or of scores before one, without activations and buffers.
+        small: bytes of batches and single numbers. See `small_bytes`.
     """
 
     zero: ZeroMemory
@@ -148,20 +155,48 @@ class RankMemory:
     working: float = 0.0
     concurrent_buffers: float = 0.0
     stepping: float = 0.0
+    small: float = 0.0
+
+    @property
+    def resident(self) -> float:
+        """The bytes that are allocated all the time."""
+        return self.zero.resident + self.small
 
     @property
     def total(self) -> float:
         """The peak bytes at any time."""
-        return self.zero.resident + max(
+        return self.resident + max(
             self.activations + self.working + self.concurrent_buffers, self.zero.buffers, self.stepping
         )
 
     def headroom(self, limit: float) -> float:
         """Return the bytes for further activations; negative if a rank does not fit without any."""
-        others = self.zero.resident + max(self.zero.buffers, self.stepping)
+        others = self.resident + max(self.zero.buffers, self.stepping)
         if others > limit:
             return limit - others
-        return limit - self.zero.resident - self.activations - self.working - self.concurrent_buffers
+        return limit - self.resident - self.activations - self.working - self.concurrent_buffers
+
+
+def small_bytes(tokens: float, tensors: int = 0, *, on_gpu: bool = True) -> float:
+    """Return the bytes of a step's micro-batches, of the optimiser's counters, and of single numbers.
+
+    Args:
+        tokens: tokens of a step on the rank.
+        tensors: number of trained parameters.
+        on_gpu: True if `LEAST_BYTES` holds.
+    """
+    return BATCH_BYTES * tokens + (LEAST_BYTES * (tensors + NUMBERS) if on_gpu else 0)
+
+
+def whole_weights(outside: float, layer: float, num_layers: int, head: float) -> float:
+    """Return the number of weights that are whole at a time at ZeRO-3, while a virtual stage computes.
+
+    Those outside of layers stay all the time. Of layers and the head, two after each other are whole.
+
+    Args:
+        head: weights of a head of its own, or 0.
+    """
+    return outside + sum(sorted([layer] * min(2, num_layers) + [head])[-2:])
 
 
 def zero_memory(
@@ -174,6 +209,7 @@ def zero_memory(
     microbatches: int,
     share: float | None = None,
     trained: TrainedWeights | None = None,
+    whole: float | None = None,
 ) -> ZeroMemory:
     """Return the memory of ``parameters`` weights on a rank.
 
@@ -185,13 +221,13 @@ def zero_memory(
         replicas: number of ranks that hold the same part of each weight.
         share: parameters of a rank's shard, if parameters have different numbers of holders. None: all have
             ``replicas`` holders.
-        largest_block: parameters of the largest block. At stage 3 two blocks are whole at a time. At stages 2 and 3 the
-            gradients of two blocks are whole, if each micro-batch is reduced. Parameters so small that they stay
-            whole count if all are.
+        largest_block: parameters of the largest block. At stages 2 and 3 the gradients of two blocks are whole, if each
+            micro-batch is reduced. Parameters so small that they stay whole count if all are.
+        whole: parameters that are whole at a time at stage 3. None: two of the largest blocks.
     """
     share = parameters / replicas if share is None else share
     trained = trained or TrainedWeights(parameters, share, largest_block)
-    blocks = min(parameters, 2 * largest_block) if replicas > 1 else parameters
+    blocks = min(parameters, 2 * largest_block if whole is None else whole) if replicas > 1 else parameters
     reduced = zero.reduce_every or microbatches
     weights: float = parameters
     if zero.stage == 3 and replicas > 1:

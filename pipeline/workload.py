@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from weft.pipeline.action import Op
 from weft.pipeline.costs import StageCost
 
-WORK_FORM = 10
+WORK_FORM = 13
 """The version of work that is stored in files; another number makes old entries unread."""
 LOSS_BYTES = 4
 """Bytes per logit that the loss saves: the fp32 logarithms of probabilities."""
@@ -26,6 +26,9 @@ feed-forward part."""
 GRADIENT_COPIES, GRADIENT_STATES = 3, 4
 """Temporary gradients in a layer's backward: as many copies of its widest product's output, where two branches of a
 feed-forward part are multiplied, and as many hidden states."""
+
+INPUT_STATES = 4
+"""Temporary hidden states in the input gradient of a layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,15 @@ class LayerWork:
     """Additional bytes of its backward, if large: those of the loss."""
     gradient_bytes: float = 0.0
     """Temporary gradients of a layer's backward: see `GRADIENT_COPIES`."""
+    forward_bytes: float = 0.0
+    """Temporary bytes of a layer's forward, besides those that autograd saves."""
+    shared_bytes: float = 0.0
+    """Bytes that all layers of a stage get besides hidden states, such as rotations of positions. Each rank of a tensor
+    group has all of them."""
+    outside_parameters: float = 0.0
+    """Weights that ZeRO-3 keeps whole while layers run."""
+    head_parameters: float = 0.0
+    """Weights of a head of its own, which ZeRO-3 gathers after the last layer."""
     logits: float = 0.0
     """Logits whose loss can be computed in chunks; the bytes above are those of a loss from whole logits."""
     head_flops: float = 0.0
@@ -181,17 +193,26 @@ def loss_work(logits: float, width: int, *, trained: bool) -> LayerWork:
     )
 
 
+def received_work(hidden_bytes: float, shared_bytes: float = 0.0) -> LayerWork:
+    """Return what a stage has instead of embeddings: a hidden state of ``hidden_bytes``, and what all layers get."""
+    return LayerWork(parameters=0, activation_bytes=hidden_bytes, deferred_bytes=0.0, shared_bytes=shared_bytes)
+
+
 class Working(NamedTuple):
     """Temporary bytes of actions, besides saved activations."""
 
     forward: float
     whole: float
     input: float
+    """Also bytes that are kept for weight gradients, as far as they are more than the activations that they replace."""
     weight: float
+    layer: float = 0.0
+    """Those of a layer's actions, without the loss."""
 
-    def during(self, op: Op) -> float:
-        """Return the bytes of an action."""
-        return {Op.F: self.forward, Op.B: self.whole, Op.I: self.input, Op.W: self.weight}[op]
+    def during(self, op: Op, gathering: float = 0.0) -> float:
+        """Return the bytes of an action, whose layers gather weights in buffers of ``gathering`` bytes."""
+        used = {Op.F: self.forward, Op.B: self.whole, Op.I: self.input, Op.W: self.weight}[op]
+        return max(used, self.layer + gathering) if gathering else used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +223,8 @@ class ModelWork:
         sequence_length: tokens of the sequence.
         before: work of embeddings.
         after: work of the final norm, the head and the loss.
+        received: what a stage has instead of embeddings if another one is before it. Its activations are a hidden
+            state, if layers do not save that, but a copy in fp32.
         tied_parameters: weights that embedding and head share; they are counted in both.
         message_bytes: bytes of the hidden states between layers.
         attended_bytes: bytes of one layer's keys and values, which context parallelism gathers.
@@ -221,6 +244,7 @@ class ModelWork:
     heads: int = 0
     experts: int = 0
     loss_chunk_bytes: float = 0.0
+    received: LayerWork = NOTHING
 
     @cached_property
     def whole(self) -> LayerWork:
@@ -251,11 +275,13 @@ class ModelWork:
 
     def saved_bytes(self, part: LayerWork, num_layers: int, division: Division) -> float:
         """Return the bytes that a rank keeps of a micro-batch from the forward to the backward."""
-        saved = 0.0
+        saved = division.tensor * part.shared_bytes
         if part.logits and self.loss_in_chunks(division):
             # Instead of logarithms: the gradient of the head's input, and the input itself if it is gathered.
             states = (2 * division.tensor - 1) * self.message_bytes
-            saved = states + division.tensor * self.sequence_length * LOSS_BYTES - part.logits * LOSS_BYTES
+            saved += states + division.tensor * self.sequence_length * LOSS_BYTES - part.logits * LOSS_BYTES
+        elif part.logits:
+            saved += (division.tensor - 1) * self.message_bytes  # the head's input is gathered
         if division.recomputes:
             return division.of_rank(saved + num_layers * self.message_bytes + part.unrecomputed_bytes)
         saved -= part.attention_bytes if division.recomputes_attention else 0.0
@@ -267,28 +293,46 @@ class ModelWork:
 
     def working_bytes(self, part: LayerWork, num_layers: int, division: Division, weight_bytes: int) -> Working:
         """Return the temporary bytes of a rank's actions: those of the loss, or of a recomputed layer."""
-        of_loss, chunk, of_head = part.working_bytes, 0.0, 0.0
+        of_loss, chunk = part.working_bytes, 0.0
+        head = part.trained_head_flops / (2 * self.sequence_length) / division.tensor * weight_bytes
         if division.tensor > 1:
             of_loss *= CUT_LOSS_WORKING_BYTES[weight_bytes] / LOSS_WORKING_BYTES
         if part.logits and self.loss_in_chunks(division):
             of_loss, chunk = 0.0, self.loss_chunk_bytes * CHUNK_WORKING[weight_bytes]
-            if part.trained_head_flops:
-                head = part.trained_head_flops / (2 * self.sequence_length)
-                of_head = chunk + head / division.tensor * weight_bytes
+        of_head = chunk + head if head else 0.0
         again = (part.activation_bytes - part.unrecomputed_bytes) / max(1, num_layers)
         of_attention = part.attention_bytes / max(1, num_layers) if division.recomputes_attention else 0.0
         again = again + self._gathered_bytes(division) if division.recomputes else of_attention
         gradients = part.gradient_bytes / max(1, num_layers)
-        # what an input gradient keeps for the weight gradient replaces temporary gradients
-        of_input = max(of_loss - part.deferred_bytes, again)
+        of_input = max(of_loss, self._input_bytes(part, num_layers, division) + again)
         again = again + gradients if division.recomputes else max(again, gradients)
-        whole = max(division.of_rank(max(of_loss, again)), of_head)
-        return Working(chunk, whole, division.of_rank(of_input), of_head)
+        whole = max(division.of_rank(max(of_loss, again)), of_head if chunk else 0.0)
+        of_layer = part.forward_bytes / max(1, num_layers)
+        # of the loss: logits in fp32, and in a tensor group the head's gathered input
+        of_logits = part.logits * LOSS_BYTES + (division.tensor - 1) * self.message_bytes if part.logits else 0.0
+        forward = max(chunk, division.of_rank(of_layer if chunk else max(of_layer, of_logits)))
+        layer = division.of_rank(max(of_layer, again))
+        return Working(forward, whole, division.of_rank(of_input), of_head, layer)
+
+    def _input_bytes(self, part: LayerWork, num_layers: int, division: Division) -> float:
+        """Return the bytes per sequence that an input gradient needs at most, besides saved activations.
+
+        Layer by layer, what is kept for weight gradients replaces activations.
+        """
+        layers = max(1, num_layers)
+        ends = self.after if part.logits else NOTHING
+        kept = (part.deferred_bytes - ends.deferred_bytes) / layers + self._gathered_bytes(division)
+        saved = self.saved_bytes(part, num_layers, division) / division.of_rank(layers)
+        return kept + INPUT_STATES * self.message_bytes + (layers - 1) * max(0.0, kept - saved)
 
     def _gathered_bytes(self, division: Division) -> float:
-        """Return the bytes per sequence of gathered tensors that a layer keeps for its backward."""
+        """Return the bytes per sequence that a layer keeps for its backward because ranks share it.
+
+        These are gathered tensors, and attention's output before it is put together.
+        """
         attended = (division.context - 1) * self.attended_bytes if division.gathers else 0.0
-        return GATHERED_WIDTHS * (division.tensor - 1) * self.message_bytes + attended
+        parts = self.message_bytes if division.context > 1 else 0.0
+        return GATHERED_WIDTHS * (division.tensor - 1) * self.message_bytes + attended + parts
 
     @property
     def parameters(self) -> int:
@@ -312,5 +356,5 @@ class ModelWork:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelWork:
         """Return the work from the output of `to_dict`. Raise TypeError or KeyError if ``data`` has another form."""
-        parts = {name: LayerWork(**data[name]) for name in ("before", "after")}
+        parts = {name: LayerWork(**data[name]) for name in ("before", "after", "received")}
         return cls(**{**data, **parts, "layers": tuple(LayerWork(**layer) for layer in data["layers"])})

@@ -131,6 +131,10 @@ class MovableActivations(torch.autograd.graph.saved_tensors_hooks):
         super().__enter__()
         return self
 
+    def holds(self, tensor: Tensor) -> bool:
+        """True if the memory of ``tensor`` is that of a saved tensor that can move."""
+        return tensor.untyped_storage()._cdata in self._memories
+
     def keep(self, tensors: Iterable[Tensor | None]) -> None:
         """Leave the memory of these tensors on the device, because others refer to it."""
         for tensor in tensors:

@@ -36,7 +36,7 @@ class SavedForward:
         self.tape = Tape() if split else None
         """Deferred weight gradients, or None if they are computed with the input gradient."""
         self.activation_bytes = 0
-        """Memory of the tensors that the forward's graph saves."""
+        """Memory of the stage's input and of the tensors that the forward's graph saves."""
         self.kept_bytes = 0
         """Memory kept between input-gradient and weight-gradient backward."""
         self.movable: MovableActivations | None = None
@@ -187,8 +187,9 @@ class SplitBackward:
         """Run a forward whose saved tensors can move."""
         with MovableActivations((*self._module.parameters(), *self._module.buffers())) as movable:
             output = run()
+        received = 0 if saved.hidden is None or movable.holds(saved.hidden) else saved.hidden.nbytes
         movable.keep((saved.hidden, output, *shared))
-        saved.movable, saved.activation_bytes = movable, movable.total_bytes
+        saved.movable, saved.activation_bytes = movable, movable.total_bytes + received
         return output
 
     def _measured(self, run: Callable[[], Tensor], saved: SavedForward) -> Tensor:
@@ -199,6 +200,8 @@ class SplitBackward:
         else:
             with SavedBytes((*self._module.parameters(), *self._module.buffers())) as meter:
                 output = run()
+            if saved.hidden is not None:
+                meter.count(saved.hidden)
             self._activation_bytes[key] = meter.total
         saved.activation_bytes = self._activation_bytes[key]
         return output
@@ -293,13 +296,14 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         """Start at 0. The ``resident`` tensors are not counted, because they are alive anyway."""
         self._resident = {tensor.untyped_storage()._cdata for tensor in resident}
         self._sizes: dict[int, int] = {}
-        super().__init__(self._pack, lambda tensor: tensor)
+        super().__init__(self.count, lambda tensor: tensor)
 
     def __enter__(self) -> SavedBytes:
         super().__enter__()
         return self
 
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def count(self, tensor: Tensor) -> Tensor:
+        """Count a tensor, and return it."""
         for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
             storage = part.untyped_storage()
             # Identify by storage object, not by address: sharded weights are freed and allocated again.

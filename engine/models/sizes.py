@@ -54,6 +54,8 @@ class PartSize:
     """Bytes of the scales of weights with 4 bits."""
     largest_four_bit: int = 0
     """Number of elements of the largest parameter with 4 bits, which a computation expands."""
+    tensors: int = 0
+    """Number of trained parameters."""
 
     def __post_init__(self) -> None:
         """Set defaults: a rank has all weights, and all are trained."""
@@ -78,6 +80,7 @@ class PartSize:
             self.four_bit + other.four_bit,
             self.scale_bytes + other.scale_bytes,
             max(self.largest_four_bit, other.largest_four_bit),
+            self.tensors + other.tensors,
         )
 
     def without(self, other: PartSize) -> PartSize:
@@ -93,6 +96,7 @@ class PartSize:
             self.four_bit - other.four_bit,
             self.scale_bytes - other.scale_bytes,
             self.largest_four_bit,
+            self.tensors - other.tensors,
         )
 
     def stored(self, weight_bytes: int) -> float:
@@ -200,7 +204,7 @@ def part_size(model: PreTrainedModel, cuts: Mapping[str, Cut], wanted: set[int])
     """Return the size of the parameters whose ``id`` is in ``wanted``."""
     chosen, experts = chosen_experts(model.config.get_text_config())
     total = active = held = largest = trained = held_trained = active_trained = 0
-    four_bit, in_scales, expanded = 0, 0.0, 0
+    four_bit, in_scales, expanded, tensors = 0, 0.0, 0, 0
     for name, parameter in model.named_parameters():
         if id(parameter) not in wanted:
             continue
@@ -214,8 +218,9 @@ def part_size(model: PreTrainedModel, cuts: Mapping[str, Cut], wanted: set[int])
             four_bit, in_scales, expanded = four_bit + here, in_scales + each * here, max(expanded, here)
         if parameter.requires_grad:
             trained, held_trained, largest = trained + count, held_trained + here, max(largest, here)
-            active_trained += met
-    return PartSize(total, active, held, largest, trained, held_trained, active_trained, four_bit, in_scales, expanded)
+            active_trained, tensors = active_trained + met, tensors + 1
+    of_bits = four_bit, in_scales, expanded
+    return PartSize(total, active, held, largest, trained, held_trained, active_trained, *of_bits, tensors)
 
 
 def chosen_experts(config: PreTrainedConfig) -> tuple[int, int]:

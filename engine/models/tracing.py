@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
 from typing import Any
 from unittest.mock import patch
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
@@ -25,7 +27,7 @@ from weft.engine.models.recomputation import attention_modules
 from weft.engine.models.sizes import divided_parameters, meta_model, part_size
 from weft.engine.models.skeleton import decoder_layers, hf_model, set_dtype
 from weft.engine.parallel.experts import expert_modules
-from weft.pipeline.workload import LayerWork, ModelWork, loss_work, temporary_gradients
+from weft.pipeline.workload import LayerWork, ModelWork, loss_work, received_work, temporary_gradients
 
 assert packed  # transformers cannot detect packed rows on the meta device
 _TRACED = "weft_traced"
@@ -108,16 +110,18 @@ class _Part:
     attention_matmul_flops: float = 0.0
     attended_bytes: float = 0.0
     routed_bytes: float = 0.0
+    forward_bytes: float = 0.0
 
 
 class _Attention(torch.autograd.Function):
-    """Attention without values, which saves the same tensors as flash attention: queries, keys, values and output."""
+    """Attention without values, which saves the tensors of flash attention: queries, keys, values, output and sums."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         batch, heads, tokens, _ = query.shape
         out = query.new_empty(batch, tokens, heads, value.shape[-1])
-        ctx.save_for_backward(query, key, value, out)
+        sums = query.new_empty(batch, heads, tokens, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, sums)
         return out
 
     @staticmethod
@@ -141,6 +145,29 @@ class _Grouped(torch.autograd.Function):
         raise NotImplementedError
 
 
+class _LiveBytes(TorchDispatchMode):
+    """Count the bytes of the tensors that operations have made and that still exist, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.alive: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self.alive:
+                self.alive.add(storage._cdata)
+                self.now += storage.nbytes()
+                finalize(storage, self._free, storage._cdata, storage.nbytes()).atexit = False
+        self.peak = max(self.peak, self.now)
+        return made
+
+    def _free(self, address: int, num_bytes: int) -> None:
+        self.alive.discard(address)
+        self.now -= num_bytes
+
+
 class _Tracer:
     """Counts of each part: the modules before the layers at index 0, then each layer, then the modules after the
     layers.
@@ -154,15 +181,22 @@ class _Tracer:
         self._grouped_flops = 0.0
         self._forms: dict[int, Any] = {}  # outputs of the first layer of each kind
         self._flops = FlopCounterMode(display=False)
+        self._live = _LiveBytes()
+        self.shared_bytes = 0.0
+        self.received_bytes = 0.0
+        """Bytes of hidden states that a layer gets and does not save."""
+        self._hidden: Any = None
 
     def watch(self, model: PreTrainedModel, layers: list[nn.Module], kinds: list[int]) -> None:
         """Hook the model to assign counts to parts. Skip layers whose kind an earlier layer represents."""
         self._head = model.get_output_embeddings()  # `loss_work` has the gradient of logits
         storages = (weight.untyped_storage() for weight in model.parameters())
         self._known = {storage._cdata: storage for storage in storages}
+        self._live.alive.update(self._known)
         for number, layer in enumerate(layers):
-            layer.register_forward_pre_hook(lambda *_, number=number: self._enter(number + 1))
-            if (first := kinds[number]) == number:
+            first = kinds[number]
+            layer.register_forward_pre_hook(partial(self._enter_layer, number + 1, first == number), with_kwargs=True)
+            if first == number:
                 layer.register_forward_hook(lambda _, __, out, number=number: self._forms.update({number: out}))
             else:
                 layer.forward = partial(self._passed_on, first)
@@ -184,7 +218,7 @@ class _Tracer:
         ids = torch.ones(1, tokens, dtype=torch.long, device="meta")
         saved = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
         grouped = patch.object(torch.nn.functional, "grouped_mm", self._multiply)
-        with self._flops, saved, grouped:
+        with self._live, self._flops, saved, grouped:
             model(input_ids=ids, use_cache=False)
         self._enter(len(self.parts) - 1)
 
@@ -206,7 +240,24 @@ class _Tracer:
     def _enter(self, number: int) -> None:
         counted = sum(part.matmul_flops for part in self.parts[:-1])
         self.parts[-1].matmul_flops = float(self._flops.get_total_flops()) + self._grouped_flops - counted
+        self.parts[-1].forward_bytes = float(self._live.peak - self._live.now)
+        self._live.peak = self._live.now
+        if isinstance(self._hidden, Tensor) and self._hidden.untyped_storage()._cdata not in self._known:
+            self.received_bytes = max(self.received_bytes, float(self._hidden.nbytes))
+        self._hidden = None
         self.parts += [_Part() for _ in range(len(self.parts), number + 1)]
+
+    def _enter_layer(
+        self, number: int, is_traced: bool, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._enter(number)
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        self._hidden = hidden if is_traced else None
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor) and tensor is not hidden:
+                storage = tensor.untyped_storage()
+                self.shared_bytes += 0 if storage._cdata in self._known else storage.nbytes()
+                self._known[storage._cdata] = storage
 
     def _enter_attention(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in tree_leaves((args, kwargs)):
@@ -288,7 +339,9 @@ def _work(model: PreTrainedModel, path: str, tracer: _Tracer, name: str, tokens:
     return ModelWork(
         name=name,
         sequence_length=tokens,
-        before=_layer_work(before, model, ends if tied else ends - of_head, whole),
+        before=replace(
+            _layer_work(before, model, ends if tied else ends - of_head, whole), shared_bytes=tracer.shared_bytes
+        ),
         layers=tuple(
             _layer_work(part, model, {id(weight) for weight in layer.parameters()}, whole, layer, message_bytes)
             for part, layer in zip(inner, layers, strict=True)
@@ -302,6 +355,7 @@ def _work(model: PreTrainedModel, path: str, tracer: _Tracer, name: str, tokens:
         tied_parameters=head_weights if tied else 0,
         message_bytes=message_bytes,
         attended_bytes=max((part.attended_bytes for part in inner), default=0.0),
+        received=received_work(tracer.received_bytes, tracer.shared_bytes),
         heads=gcd(*(int(getattr(text, name, 0) or 0) for name in ("num_attention_heads", "num_key_value_heads"))),
         experts=gcd(*(int(getattr(module, "num_experts", 0)) for _, module in expert_modules(model))),
         loss_chunk_bytes=0.0 if whole_logits_reason(model) else ModelConfig.loss_chunk_mb * 1e6,
@@ -343,6 +397,7 @@ def _layer_work(
         deferred_bytes=part.activation_bytes if experts else part.deferred_bytes,
         attention_bytes=part.attention_bytes,
         gradient_bytes=0.0 if layer is None else temporary_gradients(part.widest_bytes, message_bytes),
+        forward_bytes=0.0 if layer is None else part.forward_bytes,
         attention_matmul_flops=part.attention_matmul_flops,
         routed_bytes=part.routed_bytes,
         routed_layers=float(experts > 0),

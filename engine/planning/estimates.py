@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from weft.conf.schema import ContextExchange, PairChoice, Recompute, WeftConfig
+from weft.conf.schema import ContextExchange, PairChoice, Precision, Recompute, WeftConfig
 from weft.engine.models.sizes import ModelSizes, PartSize
 from weft.engine.planning.facts import Facts
 from weft.engine.planning.teacher_facts import distilled_work
 from weft.engine.stages.cutting.split import StageSplit
 from weft.pipeline.costs import CostModel, LinkCost, PairCosts, StageCost
 from weft.pipeline.memory import WEIGHT_BYTES
-from weft.pipeline.workload import NOTHING, Division, LayerWork, ModelWork, Working, loss_work, temporary_gradients
+from weft.pipeline.workload import (
+    Division,
+    LayerWork,
+    ModelWork,
+    Working,
+    loss_work,
+    received_work,
+    temporary_gradients,
+)
 
 SAVED_WIDTHS = 17
 """Hidden states that a layer saves for its backward, in widths of the model: 34 bytes per token
@@ -87,8 +95,7 @@ def working_bytes(
     for stage, size in enumerate(stage_sizes(facts.model, split)):
         expanded = size.largest_four_bit * WEIGHT_BYTES[config.train.precision]
         used = found[stage]
-        again = used.input + expanded if divisions[stage].recomputes else max(used.input, expanded)
-        found[stage] = used._replace(forward=max(used.forward, expanded), input=again)
+        found[stage] = used._replace(forward=max(used.forward, expanded), input=used.input + expanded)
     # An embedding's gradient is as large as its weights, and comes last, when nothing else of its micro-batch is left.
     embedding: float = facts.model.before.largest * WEIGHT_BYTES[config.train.precision]
     embedding -= costs.stages[0].activation_bytes
@@ -96,7 +103,8 @@ def working_bytes(
         most = max(facts.teacher.working_bytes, facts.teacher.loss_bytes)
         found[-1] = found[-1]._replace(forward=max(found[-1].forward, most))
     first = found[0]
-    found[0] = first._replace(whole=max(first.whole, embedding), input=max(first.input, embedding))
+    kept = costs.stages[0].weight_saved_bytes
+    found[0] = first._replace(whole=max(first.whole, embedding), input=max(first.input, embedding + kept))
     return found
 
 
@@ -112,8 +120,8 @@ def _division(config: WeftConfig, facts: Facts) -> Division:
 
 def _stage_works(work: ModelWork, split: StageSplit) -> list[LayerWork]:
     """Return the operations and bytes per sequence of each virtual stage."""
-    stages = [sum((work.layers[layer] for layer in layers), NOTHING) for layers in split.layers]
-    stages[0] += work.before
+    starts = [work.before] + [work.received] * (split.num_stages - 1)
+    stages = [sum((work.layers[i] for i in layers), at) for at, layers in zip(starts, split.layers, strict=True)]
     stages[-1] += work.after
     return stages
 
@@ -196,4 +204,5 @@ def _own_work(config: WeftConfig, facts: Facts) -> ModelWork:
         message_bytes=hidden_bytes,
         attended_bytes=model.key_value_size / model.hidden_size * hidden_bytes,
         loss_chunk_bytes=chunk_bytes,
+        received=received_work(hidden_bytes if config.train.precision is not Precision.fp32 else 0.0),
     )

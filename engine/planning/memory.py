@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.conf.schema import Precision, WeftConfig
-from weft.engine.models.sizes import PartSize
+from weft.engine.models.sizes import ModelSizes, PartSize
 from weft.engine.planning.estimates import rank_size
 from weft.engine.planning.facts import Facts
 from weft.engine.stages.cutting.split import StageSplit
-from weft.pipeline.action import COMPUTE, Op
+from weft.pipeline.action import COMPUTE, Action, Op, Slot
 from weft.pipeline.cell import pipeline_of
 from weft.pipeline.costs import CostModel
 from weft.pipeline.memory import (
@@ -28,6 +28,7 @@ from weft.pipeline.memory import (
     ZeroMemory,
     held_along,
     optimizer_bytes,
+    whole_weights,
     zero_memory,
 )
 from weft.pipeline.placement import Placement
@@ -67,6 +68,7 @@ def rank_states(config: WeftConfig, facts: Facts, placement: Placement, split: S
             config.train.precision,
             facts.layout.data_ranks,
             largest_block=facts.model.largest_layer(weight),
+            whole=max(_gathered_weights(facts.model, weight, split, stage) for stage in held),
             microbatches=config.pipeline.microbatches,
             share=(size.parameters - size.held + stored) / lines,
             trained=TrainedWeights(
@@ -85,6 +87,16 @@ def rank_states(config: WeftConfig, facts: Facts, placement: Placement, split: S
             state = replace(state, weights=state.weights + facts.teacher.resident_bytes)
         found.append(state)
     return found
+
+
+def _gathered_weights(model: ModelSizes, weight_bytes: int, split: StageSplit, stage: int) -> float:
+    """Return the number of weights that a computation of a virtual stage gathers at a time at ZeRO-3."""
+    before, after, tied = (part.stored(weight_bytes) for part in (model.before, model.after, model.tied))
+    outside, head = before if stage == 0 else 0.0, 0.0
+    if stage == split.num_stages - 1:
+        head = 0.0 if tied else after
+        outside += after - (tied if stage == 0 else 0.0) if tied else 0.0
+    return whole_weights(outside, model.largest_layer(weight_bytes), len(split.layers[stage]), head)
 
 
 def _padded(state: ZeroMemory, elements: float, config: WeftConfig, lines: int) -> ZeroMemory:
@@ -120,6 +132,7 @@ def rank_memory(
     parameters: Sequence[int],
     working: Sequence[Working],
     stepping: Sequence[float],
+    small: Sequence[float],
 ) -> tuple[RankMemory, ...]:
     """Return the memory of each pipeline rank of a cell's first pipeline along its row.
 
@@ -130,32 +143,57 @@ def rank_memory(
         parameters: number of trained weights of each virtual stage.
         working: bytes that the actions of each virtual stage need besides saved activations.
         stepping: bytes that the optimiser of each pipeline rank needs during an update, besides its state.
+        small: bytes of batches and single numbers of each pipeline rank.
     """
+
+    def during(action: Action, gathering: float) -> float:
+        needed = working[action.stage].during(action.op, gathering)
+        # the bytes along a row have all of it while the input gradient runs
+        return needed - (costs.stages[action.stage].weight_saved_bytes if action.op is Op.I else 0.0)
+
     single = pipeline_of(cell, 0)
     found = []
     for rank, (row, state) in enumerate(zip(single.rows, states, strict=True)):
         held = single.placement.rank_stages[rank]
         saved = [entry.num_bytes for entry in held_along(row, costs)]
+        sent = list(_sent_along(row, costs))
+        gathering = state.buffers if config.zero.stage == 3 else 0.0
         used = [
-            num_bytes + max((working[a.stage].during(a.op) for a in slot if a.op in COMPUTE), default=0.0)
-            for slot, num_bytes in zip(row, saved, strict=True)
+            num_bytes
+            + on_its_way
+            + max((during(action, gathering) for action in slot if action.op in COMPUTE), default=0.0)
+            for slot, num_bytes, on_its_way in zip(row, saved, sent, strict=True)
         ]
         reducing = [
             num_bytes + state.buffers * parameters[slot[0].stage] / max(1, *(parameters[stage] for stage in held))
             for slot, num_bytes in zip(row, saved, strict=True)
             if slot[0].op is Op.REDUCE_GRAD
         ]
-        activations, most = max(saved, default=0.0), max(used, default=0.0)
-        beside = state.buffers if config.zero.stage == 3 else max(0.0, max(reducing, default=0.0) - most)
+        most = max(used, default=0.0)
+        activations = min(most, max(saved, default=0.0))
+        beside = 0.0 if gathering else max(0.0, max(reducing, default=0.0) - most)
         beside += message_bytes(single.placement, costs, rank)
-        found.append(RankMemory(state, activations, most - activations, beside, stepping[rank]))
+        found.append(RankMemory(state, activations, most - activations, beside, stepping[rank], small[rank]))
     return tuple(found)
 
 
+def _sent_along(row: Iterable[Slot], costs: CostModel) -> Iterator[float]:
+    """Yield the bytes of outputs that a rank has sent, until its gradient shows that an output has arrived."""
+    on_its_way = 0.0
+    for slot in row:
+        op, stage, _ = slot[0]
+        if op in (Op.SEND_F, Op.RECV_B):
+            on_its_way += costs.stages[stage].output_bytes * (1 if op is Op.SEND_F else -1)
+        yield on_its_way
+
+
 def message_bytes(placement: Placement, costs: CostModel, rank: int) -> float:
-    """Return the bytes of a rank's messages: one in each direction of each hop to or from another rank."""
+    """Return the bytes of a rank's messages besides outputs on their way: a gradient of each hop, and what it gets."""
     hops = list(enumerate(zip(placement.stage_ranks, placement.stage_ranks[1:], strict=False)))
-    return sum(2 * costs.stages[stage].output_bytes for stage, ends in hops if rank in ends and len(set(ends)) > 1)
+    ways = [
+        (stage, 1 if here == rank else 2) for stage, (here, there) in hops if here != there and rank in (here, there)
+    ]
+    return sum(number * costs.stages[stage].output_bytes for stage, number in ways)
 
 
 def activation_memory(

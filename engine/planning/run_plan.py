@@ -20,7 +20,7 @@ from weft.pipeline.action import Slot
 from weft.pipeline.cell import cell_step_s, pipeline_of, predict
 from weft.pipeline.costs import CostModel
 from weft.pipeline.generators.auto import own_cap_bytes
-from weft.pipeline.memory import WEIGHT_BYTES, RankMemory, ZeroMemory, stepping_bytes
+from weft.pipeline.memory import WEIGHT_BYTES, RankMemory, ZeroMemory, small_bytes, stepping_bytes
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.text import bytes_text, own_cap_text
@@ -136,6 +136,7 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
     first = schedules[sizes[0]]
     working = working_bytes(config, facts, split, costs, recompute)
     stepping = [_between_steps(config, facts, split, held) for held in placement.rank_stages]
+    small = [_small_bytes(config, facts, split, held) for held in placement.rank_stages]
     trained = [part.held_trained for part in parts]
     stepping_costs = _step_costs(costs, overlap)
     return RunPlan(
@@ -148,10 +149,16 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
         schedules=schedules,
         recompute=recompute,
         own_cap_bytes=_own_cap_bytes(config, first, costs),
-        memory=rank_memory(config, first, costs, states, trained, working, stepping),
+        memory=rank_memory(config, first, costs, states, trained, working, stepping, small),
         step_s=max(_route_step_s(facts, route, schedules, stepping_costs) for route in range(facts.layout.routes)),
         bubble_share=predict(first, stepping_costs, 0).bubble_share,
     )
+
+
+def _small_bytes(config: WeftConfig, facts: Facts, split: StageSplit, held: Sequence[int]) -> float:
+    tokens = config.pipeline.microbatches * config.train.microbatch_size * config.data.sequence_length
+    tensors = rank_size(facts.model, split, held).tensors
+    return small_bytes(tokens / facts.layout.context, tensors, on_gpu=facts.device != "cpu")
 
 
 def _between_steps(config: WeftConfig, facts: Facts, split: StageSplit, held: Sequence[int]) -> float:

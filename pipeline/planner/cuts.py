@@ -285,7 +285,7 @@ class Cuts:
     def least_stages(self, shape: Shape, numbers: Iterable[int]) -> int:
         """Return a lower bound of the stages with which a cut may fit, at most those of a shape; 0 if no cut fits.
 
-        All ranks count as ranks in the middle, which hold most.
+        All ranks hold as many layers as any of them.
         """
         most_bytes = self._most_bytes(numbers)
         key = ("least stages", *memory_key(shape), most_bytes, shape.num_stages)
@@ -296,23 +296,21 @@ class Cuts:
         return self._max_memory * max(self._sites[number].gpu.memory_bytes for number in numbers)
 
     def _least_stages(self, shape: Shape, most_bytes: float) -> int:
-        layers, middle = len(self._work.layers), (False, False)
+        layers = len(self._work.layers)
         for count in sorted({1, 2, shape.num_stages}):  # with fewer hops ranks have fewer messages
             fewer = shape.changed(num_stages=min(count, shape.num_stages))
-            if self._fits(fewer, memory_key(fewer), most_bytes, middle, -(-layers // fewer.num_stages)):
-                return -(-layers // self._most(fewer, most_bytes, middle))
+            most = max(self._most(fewer, most_bytes, end) for end in _ends(fewer.num_stages))
+            if most * fewer.num_stages >= layers:
+                return -(-layers // most)
         return 0
 
     def _fullest(self, shape: Shape, most_bytes: float) -> int:
-        layers, last = len(self._work.layers), shape.num_stages - 1
-        ends = {(rank == 0, rank == last): many for rank, many in ((1, last - 1), (0, 1), (last, 1)) if many > 0}
+        layers, ends = len(self._work.layers), _ends(shape.num_stages)
         if len(self._different) > 1 and not self._fits_each_layer(shape, most_bytes, ends):
             return 0
-        held = []
-        for end, many in ends.items():  # ranks in the middle come first: no other rank holds more
-            held.append((self._most(shape, most_bytes, end), many))
-            if not held[-1][0] or (len(ends) > 2 and held[0][0] * shape.num_stages < layers):
-                return 0
+        held = [(self._most(shape, most_bytes, end), many) for end, many in ends.items()]
+        if not all(count for count, _ in held):
+            return 0
         even = -(-layers // shape.num_stages)
         return next(
             (n for n in range(even, layers + 1) if sum(min(n, count) * many for count, many in held) >= layers), 0
@@ -384,5 +382,10 @@ class Cuts:
         return self._memo.of(("least", count, first, last), compute)
 
     def _part(self, layers: LayerWork, first: bool, last: bool) -> LayerWork:
-        layers = layers + self._work.before if first else layers
-        return layers + self._work.after if last else layers
+        return layers + self._estimates.ends(first=first, last=last)
+
+
+def _ends(num_stages: int) -> dict[tuple[bool, bool], int]:
+    """Return the number of ranks by whether they are the first and the last."""
+    last = num_stages - 1
+    return {(rank == 0, rank == last): many for rank, many in ((1, last - 1), (0, 1), (last, 1)) if many > 0}

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 from weft.conf.schema import OptimizerConfig, Precision, ZeroConfig
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
-from weft.pipeline.memory import WEIGHT_BYTES, RankMemory, TrainedWeights, stepping_bytes, zero_memory
+from weft.pipeline.memory import WEIGHT_BYTES, RankMemory, TrainedWeights, stepping_bytes, whole_weights, zero_memory
 from weft.pipeline.planner.cluster import Cluster, Site
 from weft.pipeline.planner.layout import Layout, Shape
 from weft.pipeline.planner.memo import Memo, memo_of
-from weft.pipeline.workload import Division, LayerWork, ModelWork
+from weft.pipeline.workload import Division, LayerWork, ModelWork, received_work
 
 Found = TypeVar("Found")
 MANY_BYTES = 1e15
@@ -73,9 +73,25 @@ class Estimates:
     def rank_work(self, layers: range, *, first: bool, last: bool) -> LayerWork:
         """Return the operations and bytes per sequence of a rank with these layers."""
         of: dict[str, Any] = {name: sums[layers.stop] - sums[layers.start] for name, sums in self._sums.items()}
-        held = LayerWork(**of)
-        held = held + self.work.before if first else held
-        return held + self.work.after if last else held
+        return LayerWork(**of) + self.ends(first=first, last=last)
+
+    def ends(self, *, first: bool, last: bool) -> LayerWork:
+        """Return the work of a stage outside of its layers.
+
+        What it sends stays until the gradient of that arrives, which is as large and stays as long as the backward.
+        """
+
+        def compute() -> LayerWork:
+            work, sent = self.work, self.work.message_bytes
+            found = replace(work.before, outside_parameters=work.before.parameters) if first else work.received
+            if not last:
+                kept = received_work(sent)
+                return found + replace(kept, unrecomputed_bytes=sent)
+            if work.tied_parameters:
+                return found + replace(work.after, outside_parameters=work.after.parameters)
+            return found + replace(work.after, head_parameters=work.after.parameters)
+
+        return self.memo.of(("ends", first, last), compute)
 
     @cached_property
     def _layers_are_alike(self) -> bool:
@@ -317,7 +333,7 @@ class Estimates:
         return self.work.saved_bytes(work, num_layers, _division(shape))
 
     def memory(self, work: LayerWork, num_layers: int, shape: Shape, activations: float = 0.0) -> RankMemory:
-        """Return the memory of a GPU of a rank with ``activations`` bytes of saved activations."""
+        """Return the memory of a GPU of a rank with ``activations`` bytes of saved activations, without small bytes."""
         shards, held = shape.replicas * shape.context, self.parameters(work, shape)
         # experts that GPUs share have fewer holders than other weights
         share = work.parameters / shape.lines if shape.zero_stage else held / shards
@@ -329,18 +345,22 @@ class Estimates:
             Precision.bf16,
             shards,
             largest_block=largest,
+            whole=whole_weights(
+                work.outside_parameters / shape.tensor, largest, num_layers, work.head_parameters / shape.tensor
+            ),
             microbatches=shape.microbatches,
             share=share,
             trained=TrainedWeights(sum(self._trained(work, shape)), stepped, largest_trained),
         )
-        working = max(self.work.working_bytes(work, num_layers, _division(shape), WEIGHT_BYTES[Precision.bf16]))
-        beside = self._messages(shape) + (zero.buffers if shape.zero_stage == 3 else 0.0)
+        used = self.work.working_bytes(work, num_layers, _division(shape), WEIGHT_BYTES[Precision.bf16])
+        gathered = used.layer + zero.buffers if shape.zero_stage == 3 else 0.0
+        working = max(used.forward, used.whole, used.weight, gathered)  # an input gradient needs no more
         stepping = stepping_bytes(_ADAMW, stepped, largest, together=True)
-        return RankMemory(zero, activations, working, beside, stepping)
+        return RankMemory(zero, activations, working, self._messages(shape), stepping)
 
     def _messages(self, shape: Shape) -> float:
-        """Return the bytes of a GPU's messages, one in each direction of each hop, where a rank has most hops."""
-        return 2 * most_hops(shape) * self.work.message_bytes * shape.microbatch_size / (shape.tensor * shape.context)
+        """Return the bytes of a GPU's messages besides what it sends: two of each hop to the rank that gets most."""
+        return 2 * most_received(shape) * _division(shape).of_rank(self.work.message_bytes)
 
     def _largest(self, shape: Shape) -> tuple[int, float]:
         """Return the weights of the largest layer on each GPU, and the trained weights of the layer with most."""
@@ -428,7 +448,7 @@ def timing_key(shape: Shape) -> tuple[Hashable, ...]:
 def memory_key(shape: Shape) -> tuple[Hashable, ...]:
     """Return the fields of a shape on which the time and memory of layers depend, as a cache key."""
     zero = shape.replicas, shape.routes, shape.zero_stage, shape.microbatches == 1
-    return *timing_key(shape), *zero, most_hops(shape)
+    return *timing_key(shape), *zero, most_received(shape)
 
 
 def _larger(one: Any, other: Any) -> Any:
@@ -436,9 +456,9 @@ def _larger(one: Any, other: Any) -> Any:
     return one.clip(other) if hasattr(one, "clip") else max(one, other)
 
 
-def most_hops(shape: Shape) -> int:
-    """Return the number of hops of the rank that has most."""
-    return len(shape.legs) * min(2, shape.num_stages - 1)
+def most_received(shape: Shape) -> int:
+    """Return the number of virtual stages of a rank that get hidden states from other ranks, where it has most."""
+    return len(shape.legs) * min(1, shape.num_stages - 1)
 
 
 def reduced_bytes(shape: Shape) -> float:

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from weft.pipeline.action import Op
 from weft.pipeline.workload import (
     CUT_LOSS_WORKING_BYTES,
+    GATHERED_WIDTHS,
+    INPUT_STATES,
     LOSS_BYTES,
     LOSS_WORKING_BYTES,
     NOTHING,
@@ -89,11 +91,13 @@ def test_a_loss_in_chunks_keeps_hidden_states_instead_of_logits_and_computes_log
     assert chunked.saved_bytes(whole.after, 0, alone) == 4 * tokens * (width + 1), "the input's gradient, normalisers"
     before, after = (work.working_bytes(work.after, 0, alone, 4) for work in (whole, chunked))
     logits, head_bytes = tokens * words, 4 * words * width
-    assert before == (0, 8 * logits, 4 * logits, 0), "an input gradient keeps the gradient of the logits"
-    assert after == (chunk, chunk + head_bytes, 0, chunk + head_bytes)
+    states = INPUT_STATES * chunked.message_bytes
+    assert before == (4 * logits, 8 * logits, 8 * logits, head_bytes, 0)
+    assert after == (chunk, chunk + head_bytes, states, chunk + head_bytes, 0)
     assert after.during(Op.B) == after.during(Op.W) == after.weight
     halved = chunked.working_bytes(whole.after, 0, replace(alone, tensor=2), 2)
-    assert halved == (1.5 * chunk, 1.5 * chunk + words * width, 0, 1.5 * chunk + words * width), (
+    gathered = (states + GATHERED_WIDTHS * chunked.message_bytes) / 2
+    assert halved == (1.5 * chunk, 1.5 * chunk + words * width, gathered, 1.5 * chunk + words * width, 0), (
         "a copy in 16 bits, half of the gradient"
     )
     assert not chunked.loss_in_chunks(replace(alone, tensor=8)), "all logits of a rank are a chunk"
@@ -102,15 +106,19 @@ def test_a_loss_in_chunks_keeps_hidden_states_instead_of_logits_and_computes_log
     once = whole.after.head_flops
     assert [time / once for time in products] == [1, 1, 1] and [time / once for time in again] == [2, 0, 2]
     frozen = loss_work(float(tokens * words), width, trained=False)
-    assert chunked.working_bytes(frozen, 0, alone, 4) == (chunk, 0, 0, 0) and not frozen.trained_head_flops
+    assert chunked.working_bytes(frozen, 0, alone, 4) == (chunk, 0, states, 0, 0) and not frozen.trained_head_flops
 
 
-def test_temporary_gradients_count_with_a_recomputed_layer_and_not_with_what_an_input_gradient_keeps():
+def test_an_input_gradient_replaces_activations_layer_by_layer():
+    """So with n layers at most one layer's share for weight gradients comes on top, if activations are larger."""
     layer = LayerWork(parameters=0, activation_bytes=40.0, deferred_bytes=30.0, gradient_bytes=16.0)
     loss = loss_work(1.0, 1, trained=True)
     work = model(NOTHING, [layer, layer], loss)
     plain = Division(microbatch_size=1, tensor=1, context=1, recomputes=False)
-    for division, backward in ((plain, 16.0), (replace(plain, recomputes=True), 40.0 + 16.0)):
-        used = work.working_bytes(layer + layer, 2, division, 4)
-        assert used.whole == backward and used.input == backward - 16.0
-    assert work.working_bytes(layer + layer + loss, 2, plain, 4).input == 0, "less than I keeps for W"
+    states = INPUT_STATES * work.message_bytes
+    for part in (layer + layer, layer + layer + loss):
+        used = work.working_bytes(part, 2, plain, 4)
+        assert used.whole == 16.0 and used.input == 30.0 + states
+    used = work.working_bytes(layer + layer, 2, replace(plain, recomputes=True), 4)
+    more = 30.0 - work.message_bytes  # a recomputed layer saves its input only
+    assert used.whole == 40.0 + 16.0 and used.input == 30.0 + more + 40.0 + states

@@ -29,9 +29,9 @@ def test_predicted_and_measured_peaks():
     assert max(by_case["w"][2]) <= 1.03 * max(by_case["1f1b"][2])
 
 
-def test_each_hop_to_another_rank_has_a_message_in_each_direction():
+def test_a_hop_has_a_gradient_and_at_its_end_an_output_besides_outputs_on_their_way():
     costs = CostModel.unit(4)
     costs = replace(costs, stages=tuple(replace(stage, output_bytes=10.0**i) for i, stage in enumerate(costs.stages)))
     fold, straight = Placement.fold(2), Placement.straight(4)
-    assert [message_bytes(fold, costs, rank) for rank in range(2)] == [2 * (1 + 100), 2 * (1 + 100)]
-    assert [message_bytes(straight, costs, rank) for rank in range(4)] == [2, 2 * 11, 2 * 110, 2 * 100]
+    assert [message_bytes(fold, costs, rank) for rank in range(2)] == [1 + 2 * 100, 2 * 1 + 100]
+    assert [message_bytes(straight, costs, rank) for rank in range(4)] == [1, 2 * 1 + 10, 2 * 10 + 100, 2 * 100]

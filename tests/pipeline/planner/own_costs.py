@@ -4,10 +4,12 @@ Shared with the planner: the workload of layers, the hardware table, shapes as v
 `stepping_bytes` and `RankMemory`.
 """
 
+from dataclasses import replace
 from math import ceil
 
 from weft.conf.schema import OptimizerConfig, Precision, ZeroConfig
 from weft.pipeline.memory import RankMemory, TrainedWeights, stepping_bytes, zero_memory
+from weft.pipeline.workload import LayerWork
 
 START_S = 2e-5
 """Seconds per member to start a collective between hosts."""
@@ -77,17 +79,40 @@ def stage_seconds(part, layers, shape, site, cluster, work):
     return max(forward_s, gathered_s), max(input_s, gathered_s), products_s
 
 
+def ends(work, *, first, last):
+    """Return what a virtual stage has besides layers. An output or its gradient stays until the backward."""
+    hidden = work.message_bytes
+    output = LayerWork(parameters=0, activation_bytes=hidden, unrecomputed_bytes=hidden, deferred_bytes=0)
+    before, after = work.before.parameters, work.after.parameters
+    whole = {"outside_parameters": after} if work.tied_parameters else {"head_parameters": after}
+    return [
+        replace(work.before, outside_parameters=before) if first else work.received,
+        replace(work.after, **whole) if last else output,
+    ]
+
+
 def gathered_bytes(shape, work):
-    """Return the bytes of a sequence that a layer keeps of what others have: hidden states, and keys and values."""
-    return 2 * (shape.tensor - 1) * work.message_bytes + (shape.context - 1) * work.attended_bytes
+    """Return the bytes of a sequence that a layer keeps because GPUs share it.
+
+    Hidden states, keys and values of others, and with context parallelism the output before it is put together.
+    """
+    states = 2 * (shape.tensor - 1) + (shape.context > 1)
+    return states * work.message_bytes + (shape.context - 1) * work.attended_bytes
 
 
 def saved_bytes(part, layers, shape, work):
-    """Return the bytes that one micro-batch of a virtual stage saves on each GPU."""
+    """Return the bytes that one micro-batch of a virtual stage saves on each GPU. Each has all positions."""
     kept = part.activation_bytes + layers * gathered_bytes(shape, work)
     if shape.checkpointing:
         kept = work.message_bytes * layers + part.unrecomputed_bytes
+    kept += shape.tensor * part.shared_bytes + (shape.tensor - 1) * work.message_bytes * (part.logits > 0)
     return kept * shape.microbatch_size / (shape.tensor * shape.context)
+
+
+def deferred_bytes(part, layers, shape, work):
+    """Return the bytes that wait for weight gradients: as without recomputation, without what products do not need."""
+    idle = (part.activation_bytes - part.deferred_bytes) * shape.microbatch_size / (shape.tensor * shape.context)
+    return saved_bytes(part, layers, replace(shape, checkpointing=False), work) - idle
 
 
 def rank_memory(part, layers, shape, work):
@@ -96,28 +121,32 @@ def rank_memory(part, layers, shape, work):
     largest = max(layer.parameters for layer in work.layers) // shape.tensor
     stepped = part.parameters / lines if shape.zero_stage else held
     largest_gradient = max(sum(weights_of(layer, shape)) for layer in work.layers)
+    blocks = sorted([part.head_parameters / shape.tensor] + [largest] * min(layers, 2))  # two are whole at ZeRO-3
     zero = zero_memory(
         round(held),
         ZeroConfig(stage=shape.zero_stage),
         Precision.bf16,
         shape.replicas * shape.context,
         largest_block=largest,
+        whole=part.outside_parameters / shape.tensor + sum(blocks[-2:]),
         microbatches=shape.microbatches,
         share=part.parameters / lines if shape.zero_stage else None,
         trained=TrainedWeights(held, stepped, largest_gradient),
     )
-    backward = part.working_bytes * (1 if shape.tensor == 1 else 6 / 8)
+    loss = part.working_bytes * (1 if shape.tensor == 1 else 6 / 8)
+    logits = 4 * part.logits + (shape.tensor - 1) * work.message_bytes * (part.logits > 0)
+    again = part.gradient_bytes / layers
     if shape.checkpointing:
-        again = (part.activation_bytes - part.unrecomputed_bytes) / layers + gathered_bytes(shape, work)
-        backward = max(backward, again)
-    backward *= shape.microbatch_size / (shape.tensor * shape.context)
+        again += (part.activation_bytes - part.unrecomputed_bytes) / layers + gathered_bytes(shape, work)
+    layer = max(part.forward_bytes / layers, again) * shape.microbatch_size / (shape.tensor * shape.context)
+    most = max(loss, logits) * shape.microbatch_size / (shape.tensor * shape.context)
+    head = 2 * part.trained_head_flops / (2 * work.sequence_length) / shape.tensor
+    gathering = zero.buffers if shape.zero_stage == 3 else 0.0
     stepping = stepping_bytes(OptimizerConfig(), stepped, largest, together=True)
-    buffers = zero.buffers if shape.zero_stage == 3 else 0.0
-    return RankMemory(zero, 0.0, backward, messages(shape, work) + buffers, stepping)
+    return RankMemory(zero, 0.0, max(most, layer + gathering, head), messages(shape, work), stepping)
 
 
 def messages(shape, work):
-    """Return the bytes of a rank's messages: activations one way, gradients the other."""
-    sent = work.message_bytes * shape.microbatch_size / shape.tensor / shape.context
-    neighbours = {1: 0, 2: 1}.get(shape.num_stages, 2)
-    return 2 * neighbours * len(shape.legs) * sent
+    """Return the bytes of what a rank gets: an activation, and its gradient until that is sent."""
+    each = work.message_bytes * shape.microbatch_size / shape.tensor / shape.context
+    return 2 * (shape.num_stages > 1) * len(shape.legs) * each

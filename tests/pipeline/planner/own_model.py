@@ -11,6 +11,8 @@ from math import inf
 
 from tests.pipeline.planner.own_costs import (
     START_S,
+    deferred_bytes,
+    ends,
     over_replicas_s,
     rank_memory,
     saved_bytes,
@@ -54,8 +56,8 @@ class Own:
     def _part(self, *spans):
         """The work of some ranges of layers, with the embedding and the head where they belong."""
         parts = [layer for start, stop in spans for layer in self.work.layers[start:stop]]
-        starts, stops = zip(*spans, strict=True)
-        parts += [self.work.before] * (0 in starts) + [self.work.after] * (len(self.work.layers) in stops)
+        for start, stop in spans:
+            parts += ends(self.work, first=start == 0, last=stop == len(self.work.layers))
         return reduce(lambda one, other: one + other, parts)
 
     def _room(self, spans, site, shape):
@@ -99,7 +101,7 @@ class Own:
                     weight_s=weight_s,
                     activation_bytes=saved,
                     # Recomputed values wait for the weight gradient like others.
-                    weight_saved_bytes=saved_bytes(part, count, replace(layout, checkpointing=False), self.work),
+                    weight_saved_bytes=deferred_bytes(part, count, layout, self.work),
                     output_bytes=self.work.message_bytes * layout.microbatch_size,
                 )
             )

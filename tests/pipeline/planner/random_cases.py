@@ -7,7 +7,7 @@ from itertools import combinations
 from weft.pipeline.hardware import GPU_KINDS
 from weft.pipeline.planner.cluster import Cluster, Link, Site
 from weft.pipeline.planner.request import Objective, Request
-from weft.pipeline.workload import LayerWork, ModelWork
+from weft.pipeline.workload import LayerWork, ModelWork, received_work
 
 MODELS = ("even", "head", "embedding", "one huge layer", "few layers", "experts")
 
@@ -81,7 +81,12 @@ def random_work(rng, kind):
         place = rng.randrange(count)
         layers[place] = _layer(width, tokens, rng.choice([2, 4]) * 12 * width * width, False)
     heavy = {"head": 6, "embedding": 1}.get(kind, 1)
-    before = LayerWork(parameters=outside * (6 if kind == "embedding" else 1), activation_bytes=8.0 * tokens)
+    before = LayerWork(
+        parameters=outside * (6 if kind == "embedding" else 1),
+        activation_bytes=8.0 * tokens,
+        shared_bytes=256.0 * tokens,
+    )
+    received = received_work(2.0 * width * tokens, shared_bytes=256.0 * tokens)
     after = LayerWork(
         parameters=outside * heavy,
         matmul_flops=2.0 * outside * heavy * tokens,
@@ -100,6 +105,7 @@ def random_work(rng, kind):
         attended_bytes=0.5 * width * tokens,
         heads=rng.choice([1, 2, 4, 6]),
         experts=4 if kind == "experts" else 0,
+        received=received,
     )
 
 
@@ -110,6 +116,8 @@ def _layer(width, tokens, parameters, has_experts):
         matmul_flops=2.0 * parameters * tokens / share,
         attention_flops=2.0 * width * tokens * tokens,
         activation_bytes=34.0 * width * tokens,
+        gradient_bytes=20.0 * width * tokens,
+        forward_bytes=8.0 * width * tokens,
         expert_parameters=parameters * 2 // 3 if has_experts else 0,
         routed_bytes=2.0 * width * tokens if has_experts else 0.0,
         routed_layers=float(has_experts),
@@ -117,19 +125,22 @@ def _layer(width, tokens, parameters, has_experts):
 
 
 def scaled(work, weights, activations):
-    """The model with so many times as many weights, and products with them, and so much larger activations."""
+    """The model with so many times as many weights, and products with them, and so much larger activations.
+
+    Operations and bytes are whole numbers, whose sums do not depend on the order.
+    """
 
     def part(one):
         return replace(
             one,
             parameters=max(1, int(one.parameters * weights)) if one.parameters else 0,
             expert_parameters=int(one.expert_parameters * weights),
-            matmul_flops=one.matmul_flops * weights,
+            matmul_flops=float(round(one.matmul_flops * weights)),
             trained_parameters=None,
             trained_expert_parameters=None,
             trained_flops=None,
-            activation_bytes=one.activation_bytes * activations,
-            unrecomputed_bytes=one.unrecomputed_bytes * activations,
+            activation_bytes=float(round(one.activation_bytes * activations)),
+            unrecomputed_bytes=float(round(one.unrecomputed_bytes * activations)),
             deferred_bytes=None,
         )
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.pipeline.planner.brute_force import shapes
 from tests.pipeline.planner.own_costs import (
+    deferred_bytes,
     over_replicas_s,
     rank_memory,
     saved_bytes,
@@ -54,7 +55,7 @@ def test_costs_of_a_rank_are_those_of_the_documented_model(seed):
         assert seconds == pytest.approx(stage_seconds(part, count, shape, at, some, work)), shape
         saved = (
             saved_bytes(part, count, shape, work),
-            saved_bytes(part, count, replace(shape, checkpointing=False), work),
+            deferred_bytes(part, count, shape, work),
         )
         assert (cost.activation_bytes, cost.weight_saved_bytes) == pytest.approx(saved)
         assert cost.output_bytes == work.message_bytes * shape.microbatch_size

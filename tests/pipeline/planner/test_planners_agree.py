@@ -95,11 +95,13 @@ def test_the_planner_and_the_dry_run_agree_on_each_rank(
             approx(ours.input_s, **PRECISE),
         )
         assert theirs.weight_s == approx(ours.weight_s, **PRECISE)
-        assert theirs.activation_bytes == approx(ours.activation_bytes, **PRECISE)
-        found = estimates.memory(work, layers[rank], layout, memory.activations)
+        # `weft plan` assumes that all outputs of micro-batches in flight are on their way.
+        sent = 0 if rank == stages - 1 else ours.output_bytes
+        assert theirs.activation_bytes == approx(ours.activation_bytes + sent, **PRECISE)
+        found = estimates.memory(work, layers[rank], layout, min(stages - rank, 4) * theirs.activation_bytes)
         assert found.zero.weights == approx(memory.zero.weights, **PRECISE)
         assert found.zero.gradients == approx(memory.zero.gradients, **PRECISE)
         assert found.zero.optimizer == approx(memory.zero.optimizer, **PRECISE)
         assert found.zero.buffers == approx(memory.zero.buffers, **PRECISE)
         assert found.stepping == approx(memory.stepping, **PRECISE)
-        assert found.total == approx(memory.total, rel=0.05)
+        assert found.total == approx(memory.total - memory.small, rel=0.05)
