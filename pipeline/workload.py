@@ -209,6 +209,11 @@ class Working(NamedTuple):
     layer: float = 0.0
     """Those of a layer's actions, without the loss."""
 
+    @property
+    def most(self) -> float:
+        """The bytes of any action, if what an input gradient keeps counts as saved: it needs no more besides."""
+        return max(self.forward, self.whole, self.weight)
+
     def during(self, op: Op, gathering: float = 0.0) -> float:
         """Return the bytes of an action, whose layers gather weights in buffers of ``gathering`` bytes."""
         used = {Op.F: self.forward, Op.B: self.whole, Op.I: self.input, Op.W: self.weight}[op]

@@ -109,7 +109,7 @@ def needed_bytes(config: WeftConfig, facts: Facts) -> float:
         memory = RankMemory(
             states[rank],
             in_flight * saved,
-            max(max(working[stage]) for stage in held),
+            max(working[stage].most for stage in held),
             concurrent_buffers=states[rank].buffers,
         )
         most = max(most, memory.total)

@@ -85,8 +85,7 @@ class Estimates:
             work, sent = self.work, self.work.message_bytes
             found = replace(work.before, outside_parameters=work.before.parameters) if first else work.received
             if not last:
-                kept = received_work(sent)
-                return found + replace(kept, unrecomputed_bytes=sent)
+                return found + replace(received_work(sent), unrecomputed_bytes=sent)
             if work.tied_parameters:
                 return found + replace(work.after, outside_parameters=work.after.parameters)
             return found + replace(work.after, head_parameters=work.after.parameters)
@@ -354,9 +353,8 @@ class Estimates:
         )
         used = self.work.working_bytes(work, num_layers, _division(shape), WEIGHT_BYTES[Precision.bf16])
         gathered = used.layer + zero.buffers if shape.zero_stage == 3 else 0.0
-        working = max(used.forward, used.whole, used.weight, gathered)  # an input gradient needs no more
         stepping = stepping_bytes(_ADAMW, stepped, largest, together=True)
-        return RankMemory(zero, activations, working, self._messages(shape), stepping)
+        return RankMemory(zero, activations, max(used.most, gathered), self._messages(shape), stepping)
 
     def _messages(self, shape: Shape) -> float:
         """Return the bytes of a GPU's messages besides what it sends: two of each hop to the rank that gets most."""

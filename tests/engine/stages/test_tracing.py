@@ -96,6 +96,27 @@ def test_saved_activations_are_those_of_autograd():
     assert traced == sum(storage.nbytes() for storage in found.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("config", [LlamaConfig(**SIZES), SMALL["gpt2"]], ids=["llama", "gpt2"])
+def test_what_a_stage_receives_counts_unless_its_first_layer_saves_it(config, dtype):
+    """Some norms save a copy in fp32 instead."""
+    model, hidden, saved = AutoModelForCausalLM.from_config(config).to(dtype), [], set()
+    decoder_layers = model.get_submodule("transformer.h" if config.model_type == "gpt2" else "model.layers")
+    decoder_layers[1].register_forward_pre_hook(
+        lambda _, args, options: hidden.extend([*args, options.get("hidden_states")][:1]), with_kwargs=True
+    )
+
+    def save(tensor):
+        saved.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        model(input_ids=torch.ones(1, 32, dtype=torch.long), use_cache=False)
+    is_saved = hidden[0].untyped_storage().data_ptr() in saved
+    received = trace_model(config, 32, dtype=dtype).received.activation_bytes
+    assert received == (0 if is_saved else hidden[0].nbytes)
+
+
 def test_a_sliding_window_leaves_fewer_pairs():
     config = config_of("mixtral-8x7b")
     config.num_hidden_layers = 1
