@@ -83,13 +83,13 @@ def test_nothing_is_granted_on_a_plan_alone_but_it_is_foretold(writer, reader):
 
 def test_an_open_bubble_closes_when_it_closed_before(writer, reader):
     for _ in range(3):
-        run_steps(writer, 1, pause_s=0.02)
+        run_steps(writer, 1, pause_s=0.1)
         state = reader.state()
         assert state.bubble is None and state.busy_since_s
     writer.begin(8)
     bubble = reader.state().bubble
     assert bubble is not None and bubble.index == 0 and bubble.step == 4
-    assert bubble.closes_s - bubble.opens_s >= 0.02
+    assert bubble.closes_s - bubble.opens_s >= 0.1
     spans = reader.upcoming(1.0)
     assert len(spans) > 3
     assert all(end > start for start, end in spans)
@@ -117,7 +117,7 @@ def test_after_another_plan_only_its_steps_predict(writer, reader):
     writer.begin(8)
     state = reader.state()
     assert state.bubble is None and reader.upcoming(10.0)[0][1] - state.now_s == pytest.approx(0.4, abs=0.05)
-    run_steps(writer)
+    run_steps(writer, pause_s=0.1)  # longer than a busy host takes from here to the board's state
     writer.begin(8)
     assert reader.state().bubble is not None
 
