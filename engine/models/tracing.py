@@ -9,11 +9,9 @@ from functools import partial
 from math import gcd
 from typing import Any
 from unittest.mock import patch
-from weakref import finalize
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
@@ -23,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from weft.conf.schema import LoraConfig, ModelConfig
 from weft.engine.models import batch as packed
 from weft.engine.models.lazy_logits import whole_logits_reason
+from weft.engine.models.live_bytes import LiveBytes
 from weft.engine.models.recomputation import attention_modules
 from weft.engine.models.sizes import divided_parameters, meta_model, part_size
 from weft.engine.models.skeleton import decoder_layers, hf_model, set_dtype
@@ -145,29 +144,6 @@ class _Grouped(torch.autograd.Function):
         raise NotImplementedError
 
 
-class _LiveBytes(TorchDispatchMode):
-    """Count the bytes of the tensors that operations have made and that still exist, and their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.alive: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self.alive:
-                self.alive.add(storage._cdata)
-                self.now += storage.nbytes()
-                finalize(storage, self._free, storage._cdata, storage.nbytes()).atexit = False
-        self.peak = max(self.peak, self.now)
-        return made
-
-    def _free(self, address: int, num_bytes: int) -> None:
-        self.alive.discard(address)
-        self.now -= num_bytes
-
-
 class _Tracer:
     """Counts of each part: the modules before the layers at index 0, then each layer, then the modules after the
     layers.
@@ -181,7 +157,7 @@ class _Tracer:
         self._grouped_flops = 0.0
         self._forms: dict[int, Any] = {}  # outputs of the first layer of each kind
         self._flops = FlopCounterMode(display=False)
-        self._live = _LiveBytes()
+        self._live = LiveBytes()
         self.shared_bytes = 0.0
         self.received_bytes = 0.0
         """Bytes of hidden states that a layer gets and does not save."""
