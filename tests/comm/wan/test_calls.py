@@ -145,7 +145,7 @@ def test_chunks_that_come_together_take_a_read_each_and_one_acknowledgement(vict
     assert bytes(receive.wait()) == data
     spent = victim.calls - before
     assert CHUNKS <= spent.reads <= CHUNKS + spent.ticks
-    assert spent.writes <= 1 + spent.ticks and spent.waits <= 2 + spent.ticks
+    assert spent.writes <= 1 + spent.ticks and spent.waits <= 2 * (1 + spent.ticks)  # a ping is a second wait
 
 
 def test_a_chunk_is_one_write_and_one_acknowledgement_may_be_of_all(victim):
@@ -199,17 +199,16 @@ def test_a_relay_takes_no_fresh_memory_for_each_message(native, stack):
     relay.end.link(2, address=target.end.address)
     relay.end.relay(Path(0, 1), Path(2, 1))
     channels = source.end.channel(1, lane=1), target.end.channel(1, lane=1)
-    data, together, rounds = noise(1 << 20), 4, 16
-    for number in range(1 + rounds):
-        if number == 1:  # all that is ever in use at once has been in use
-            before = relay.page_faults
+    data, together = noise(1 << 20), 4
+    before = relay.page_faults
+    for _ in range(17):
         receives = [channels[1].recv("a", TensorSpec((data.nbytes,), torch.uint8)) for _ in range(together)]
         sends = [channels[0].send("a", data) for _ in range(together)]
         assert all(torch.equal(receive.wait(), data) for receive in receives)
         for send in sends:
             send.wait()
-    touched = rounds * together * data.nbytes / mmap.PAGESIZE
-    assert relay.page_faults - before < touched / 50
+    in_use_at_once = together * data.nbytes / mmap.PAGESIZE
+    assert relay.page_faults - before < 1.5 * in_use_at_once
 
 
 def test_small_messages_in_a_row_are_served_together(victim):
