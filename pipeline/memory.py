@@ -232,7 +232,7 @@ def zero_memory(
     weights: float = parameters
     if zero.stage == 3 and replicas > 1:
         kept = zero.model_persistence_threshold if zero.param_persistence_threshold > largest_block else 0
-        weights = min(parameters, share + blocks + kept)
+        weights = share + min(parameters, blocks + kept)  # a shard is a copy
     gradients = trained.count
     if zero.stage >= 2 and replicas > 1 and reduced == 1:
         gradients = trained.share + min(trained.count, 2 * trained.largest_block)

@@ -215,9 +215,13 @@ class Working(NamedTuple):
         return max(self.forward, self.whole, self.weight)
 
     def during(self, op: Op, gathering: float = 0.0) -> float:
-        """Return the bytes of an action, whose layers gather weights in buffers of ``gathering`` bytes."""
+        """Return the bytes of an action, whose layers gather weights in buffers of ``gathering`` bytes.
+
+        One of two buffers is that of a reduction, which only follows weight gradients.
+        """
         used = {Op.F: self.forward, Op.B: self.whole, Op.I: self.input, Op.W: self.weight}[op]
-        return max(used, self.layer + gathering) if gathering else used
+        buffers = gathering / 2 if op is Op.I or op is Op.F else gathering
+        return max(used, self.layer + buffers) if gathering else used
 
 
 @dataclass(frozen=True, kw_only=True)

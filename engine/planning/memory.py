@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.conf.schema import Precision, WeftConfig
-from weft.engine.models.sizes import ModelSizes, PartSize
+from weft.engine.models.sizes import PartSize
 from weft.engine.planning.estimates import rank_size
 from weft.engine.planning.facts import Facts
 from weft.engine.stages.cutting.split import StageSplit
@@ -68,7 +68,7 @@ def rank_states(config: WeftConfig, facts: Facts, placement: Placement, split: S
             config.train.precision,
             facts.layout.data_ranks,
             largest_block=facts.model.largest_layer(weight),
-            whole=max(_gathered_weights(facts.model, weight, split, stage) for stage in held),
+            whole=max(_gathered_weights(config, facts, split, stage) for stage in held),
             microbatches=config.pipeline.microbatches,
             share=(size.parameters - size.held + stored) / lines,
             trained=TrainedWeights(
@@ -89,8 +89,17 @@ def rank_states(config: WeftConfig, facts: Facts, placement: Placement, split: S
     return found
 
 
-def _gathered_weights(model: ModelSizes, weight_bytes: int, split: StageSplit, stage: int) -> float:
+def gathered_bytes(config: WeftConfig, facts: Facts, split: StageSplit) -> list[float]:
+    """Return the bytes of weights that a computation of each virtual stage gathers at a time."""
+    if config.zero.stage < 3 or facts.layout.data_ranks == 1:
+        return [0.0] * split.num_stages
+    weight = WEIGHT_BYTES[config.train.precision]
+    return [weight * _gathered_weights(config, facts, split, stage) for stage in range(split.num_stages)]
+
+
+def _gathered_weights(config: WeftConfig, facts: Facts, split: StageSplit, stage: int) -> float:
     """Return the number of weights that a computation of a virtual stage gathers at a time at ZeRO-3."""
+    model, weight_bytes = facts.model, WEIGHT_BYTES[config.train.precision]
     before, after, tied = (part.stored(weight_bytes) for part in (model.before, model.after, model.tied))
     outside, head = before if stage == 0 else 0.0, 0.0
     if stage == split.num_stages - 1:
@@ -124,26 +133,34 @@ def _state_bytes(config: WeftConfig, facts: Facts, split: StageSplit, held: Sequ
     return stored / max(1, sum(trained.values()))
 
 
+class RankBytes(NamedTuple):
+    """Bytes of a pipeline rank that do not depend on its row."""
+
+    state: ZeroMemory
+    stepping: float
+    """Bytes that the optimiser needs during an update, besides its state."""
+    small: float
+    """Bytes of batches and single numbers."""
+
+
 def rank_memory(
     config: WeftConfig,
     cell: Schedule,
     costs: CostModel,
-    states: Sequence[ZeroMemory],
+    ranks: Sequence[RankBytes],
     parameters: Sequence[int],
     working: Sequence[Working],
-    stepping: Sequence[float],
-    small: Sequence[float],
+    gathered: Sequence[float],
 ) -> tuple[RankMemory, ...]:
     """Return the memory of each pipeline rank of a cell's first pipeline along its row.
 
     Args:
         cell: the lowered schedule of a cell.
         costs: costs of one pipeline.
-        states: memory of the states of each pipeline rank.
+        ranks: other bytes of each pipeline rank.
         parameters: number of trained weights of each virtual stage.
         working: bytes that the actions of each virtual stage need besides saved activations.
-        stepping: bytes that the optimiser of each pipeline rank needs during an update, besides its state.
-        small: bytes of batches and single numbers of each pipeline rank.
+        gathered: bytes of weights that each virtual stage gathers, see `gathered_bytes`.
     """
 
     def during(action: Action, gathering: float) -> float:
@@ -153,15 +170,18 @@ def rank_memory(
 
     single = pipeline_of(cell, 0)
     found = []
-    for rank, (row, state) in enumerate(zip(single.rows, states, strict=True)):
+    for rank, (row, (state, stepping, small)) in enumerate(zip(single.rows, ranks, strict=True)):
         held = single.placement.rank_stages[rank]
         saved = [entry.num_bytes for entry in held_along(row, costs)]
         sent = list(_sent_along(row, costs))
         gathering = state.buffers if config.zero.stage == 3 else 0.0
+        counted = max(gathered[stage] for stage in held)  # among the weights of the state
         used = [
             num_bytes
             + on_its_way
             + max((during(action, gathering) for action in slot if action.op in COMPUTE), default=0.0)
+            + sum(gathered[stage] for stage in {action.stage for action in slot})
+            - counted
             for slot, num_bytes, on_its_way in zip(row, saved, sent, strict=True)
         ]
         reducing = [
@@ -173,7 +193,7 @@ def rank_memory(
         activations = min(most, max(saved, default=0.0))
         beside = 0.0 if gathering else max(0.0, max(reducing, default=0.0) - most)
         beside += message_bytes(single.placement, costs, rank)
-        found.append(RankMemory(state, activations, most - activations, beside, stepping[rank], small[rank]))
+        found.append(RankMemory(state, activations, most - activations, beside, stepping, small))
     return tuple(found)
 
 

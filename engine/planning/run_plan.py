@@ -11,7 +11,7 @@ from weft.engine.layout import CellMember, RankLayout
 from weft.engine.models.sizes import PartSize
 from weft.engine.planning.estimates import planning_costs, rank_size, stage_sizes, working_bytes
 from weft.engine.planning.facts import Facts
-from weft.engine.planning.memory import activation_memory, rank_memory, rank_states
+from weft.engine.planning.memory import RankBytes, activation_memory, gathered_bytes, rank_memory, rank_states
 from weft.engine.planning.overlap import OverlapPlan, ZeroWork, plan_overlap, with_collectives
 from weft.engine.planning.recomputation import Choice, RecomputeSearch, choice_text
 from weft.engine.planning.schedules import plan_placement, plan_schedule, plan_schedules
@@ -135,8 +135,10 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
     )
     first = schedules[sizes[0]]
     working = working_bytes(config, facts, split, costs, recompute)
-    stepping = [_between_steps(config, facts, split, held) for held in placement.rank_stages]
-    small = [_small_bytes(config, facts, split, held) for held in placement.rank_stages]
+    ranks = [
+        RankBytes(state, _between_steps(config, facts, split, held), _small_bytes(config, facts, split, held))
+        for state, held in zip(states, placement.rank_stages, strict=True)
+    ]
     trained = [part.held_trained for part in parts]
     stepping_costs = _step_costs(costs, overlap)
     return RunPlan(
@@ -149,7 +151,7 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
         schedules=schedules,
         recompute=recompute,
         own_cap_bytes=_own_cap_bytes(config, first, costs),
-        memory=rank_memory(config, first, costs, states, trained, working, stepping, small),
+        memory=rank_memory(config, first, costs, ranks, trained, working, gathered_bytes(config, facts, split)),
         step_s=max(_route_step_s(facts, route, schedules, stepping_costs) for route in range(facts.layout.routes)),
         bubble_share=predict(first, stepping_costs, 0).bubble_share,
     )

@@ -5,9 +5,13 @@ from dataclasses import replace
 import pytest
 
 from tests.engine.tiny import measured_peaks, tiny_config
-from weft.engine.planning.memory import message_bytes
+from weft.engine.planning.memory import RankBytes, message_bytes, rank_memory
 from weft.pipeline.costs import CostModel
+from weft.pipeline.generators import generate
+from weft.pipeline.lowering import lower
+from weft.pipeline.memory import ZeroMemory
 from weft.pipeline.placement import Placement
+from weft.pipeline.workload import Working
 from weft.tools.ranks import run_ranks
 
 # Two layers per chunk: with fewer, what the loss saves (on the fold's first rank) outweighs them.
@@ -35,3 +39,19 @@ def test_a_hop_has_a_gradient_and_at_its_end_an_output_besides_outputs_on_their_
     fold, straight = Placement.fold(2), Placement.straight(4)
     assert [message_bytes(fold, costs, rank) for rank in range(2)] == [1 + 2 * 100, 2 * 1 + 100]
     assert [message_bytes(straight, costs, rank) for rank in range(4)] == [1, 2 * 1 + 10, 2 * 10 + 100, 2 * 100]
+
+
+@pytest.mark.parametrize("widest", [0, 3])
+def test_a_rank_counts_what_its_fullest_action_gathers(widest):
+    """Weights count the most that any stage of a rank gathers, here stage 0 of the first rank."""
+    config, costs = tiny_config("zbv", "fold", stages=2, microbatches=4), CostModel.unit(4)
+    config.zero.stage = 3
+    cell = lower(generate("zbv", Placement.fold(2), 4, costs=costs), zero_stage=3)
+    ranks = [RankBytes(ZeroMemory(100.0, 0.0, 0.0, 8.0), 0.0, 0.0)] * 2
+    working = [Working(1e3 * (stage == widest), 1e3 * (stage == widest), 0.0, 0.0) for stage in range(4)]
+
+    def totals(gathered):
+        return [each.total for each in rank_memory(config, cell, costs, ranks, [1] * 4, working, gathered)]
+
+    alike, other = totals([50.0] * 4), totals([50.0, 50.0, 50.0, 20.0])
+    assert [most - found for most, found in zip(alike, other, strict=True)] == [30.0 * (widest == 3), 0.0]
