@@ -231,8 +231,10 @@ def zero_memory(
     reduced = zero.reduce_every or microbatches
     weights: float = parameters
     if zero.stage == 3 and replicas > 1:
-        kept = zero.model_persistence_threshold if zero.param_persistence_threshold > largest_block else 0
-        weights = share + min(parameters, blocks + kept)  # a shard is a copy
+        persists = zero.param_persistence_threshold > largest_block
+        kept = min(parameters, zero.model_persistence_threshold) if persists else 0
+        rest = parameters - kept  # of which a rank stores a shard besides those that are whole
+        weights = kept + share * rest / max(1, parameters) + min(rest, blocks)
     gradients = trained.count
     if zero.stage >= 2 and replicas > 1 and reduced == 1:
         gradients = trained.share + min(trained.count, 2 * trained.largest_block)

@@ -48,10 +48,10 @@ WHOLE_BUFFERS = 2 * BUCKET * 4
             memory(3, param_persistence_threshold=0, microbatches=1),
             (2 * (SHARE + 200), 4 * (SHARE + 200), 12 * SHARE, 2 * BLOCK * 4),
         ),
-        # What stays whole, where every parameter is small enough to.
+        # What stays whole, where every parameter is small enough to, has no shard besides.
         (
             memory(3, param_persistence_threshold=BLOCK + 1, model_persistence_threshold=70),
-            (2 * (SHARE + 270), 4 * N, 12 * SHARE, 2 * BLOCK * 4),
+            (2 * (SHARE * (N - 70) / N + 270), 4 * N, 12 * SHARE, 2 * BLOCK * 4),
         ),
         (
             memory(3, param_persistence_threshold=BLOCK, model_persistence_threshold=70),
@@ -61,7 +61,7 @@ WHOLE_BUFFERS = 2 * BUCKET * 4
             memory(3, param_persistence_threshold=BLOCK + 1, model_persistence_threshold=10**9),
             (2 * N, 4 * N, 12 * SHARE, 2 * BLOCK * 4),
         ),
-        (memory(3, parameters=160, param_persistence_threshold=0), (2 * 160, 4 * 160, 12 * 40, 2 * BLOCK * 4)),
+        (memory(3, parameters=160, param_persistence_threshold=0), (2 * (40 + 160), 4 * 160, 12 * 40, 2 * BLOCK * 4)),
         # A bucket is never more than there is, or than the smaller limit.
         (memory(1, parameters=80), (2 * 80, 4 * 80, 12 * 20, 2 * 80 * 4)),
         (memory(1, allgather_bucket_size=90), (2 * N, 4 * N, 12 * SHARE, 2 * 90 * 4)),
