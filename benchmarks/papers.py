@@ -12,7 +12,8 @@ from weft.pipeline.generators import generate
 from weft.pipeline.hardware import GPU_KINDS
 from weft.pipeline.placement import Placement
 from weft.pipeline.planner.cluster import Cluster, Site
-from weft.pipeline.planner.estimates import Estimates, over_gpus_s
+from weft.pipeline.planner.estimates import Estimates
+from weft.pipeline.planner.network import over_gpus_s
 from weft.pipeline.planner.request import Request
 from weft.pipeline.planner.search import plan
 from weft.pipeline.simulation import simulate

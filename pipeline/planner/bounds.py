@@ -220,7 +220,7 @@ class Bounds:
         on = [site for site, held in zip(route.sites, route.stages, strict=True) for _ in range(held)]
         by_rank = {tuple(on[rank :: shape.num_stages]) for rank in range(shape.num_stages)}
         each_s = [
-            max((estimates.least_across_from_s(here, at, shape.routes, sent) for here in at), default=0.0)
+            max((estimates.network.least_from_s(here, at, shape.routes, sent) for here in at), default=0.0)
             for at in by_rank
         ]
         return inf if inf in each_s else max(0.0, min(each_s) - estimates.least_across_s(part, shape))

@@ -135,7 +135,7 @@ class Crossings:
             sent = self._work.message_bytes * shape.microbatch_size
             sent_s, held_s, way_s = {}, {}, {}
             for here, there in self._cluster.links:
-                link = self._estimates.link_cost(here, there, shape)
+                link = self._estimates.network.link_cost(here, there, shape)
                 seconds = link.transit_s(sent)
                 sent_s[here, there] = sent_s[there, here] = seconds
                 held_s[here, there] = held_s[there, here] = link.occupancy_s(sent)
@@ -162,7 +162,7 @@ class Crossings:
 
 def local_s(estimates: Estimates, shape: Shape, bps_of_gpu: float) -> tuple[float, float]:
     """Return the seconds in which a micro-batch is sent between ranks of one site, and those until it arrives."""
-    link = estimates.local_link(bps_of_gpu, shape)
+    link = estimates.network.local_link(bps_of_gpu, shape)
     sent_s = link.transit_s(estimates.work.message_bytes * shape.microbatch_size)
     return sent_s, link.latency_s + sent_s
 

@@ -1,27 +1,24 @@
-"""Estimates of a layout: seconds and bytes of its stages, collectives over replicas, memory per GPU."""
+"""Estimates of a layout: seconds and bytes of its stages, work of its ranks over replicas, memory per GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import inf
 from typing import Any, TypeVar
 
 from weft.conf.schema import OptimizerConfig, Precision, ZeroConfig
-from weft.pipeline.costs import CostModel, LinkCost, StageCost
+from weft.pipeline.costs import CostModel, StageCost
 from weft.pipeline.memory import WEIGHT_BYTES, RankMemory, TrainedWeights, stepping_bytes, whole_weights, zero_memory
 from weft.pipeline.planner.cluster import Cluster, Site
 from weft.pipeline.planner.layout import Layout, Shape
 from weft.pipeline.planner.memo import Memo, memo_of
+from weft.pipeline.planner.network import Network, bytes_per_s, exchange_s, over_gpus_s
 from weft.pipeline.workload import Division, LayerWork, ModelWork, received_work
 
 Found = TypeVar("Found")
-MANY_BYTES = 1e15
-"""Large enough that latency is negligible when seconds per byte are derived."""
-STARTING_S = 2e-5
-"""Seconds per member to start a collective between hosts (alpha of NCCL's rings)."""
 FIELDS = tuple(field.name for field in fields(LayerWork))
 """The fields of `LayerWork`."""
 _ZERO = [ZeroConfig(stage=stage) for stage in range(4)]
@@ -36,6 +33,11 @@ class Estimates:
 
     cluster: Cluster
     work: ModelWork
+
+    @cached_property
+    def network(self) -> Network:
+        """The cluster's links."""
+        return Network(self.cluster)
 
     @cached_property
     def memo(self) -> Memo:
@@ -176,14 +178,14 @@ class Estimates:
         size, seconds = shape.microbatch_size, 0.0
         if (tensor := shape.tensor) > 1:
             each = self.work.message_bytes * size / shape.context * (tensor - 1) / tensor
-            seconds += num_layers * 4 * self._exchange_s(each, tensor, tensor, site)
+            seconds += num_layers * 4 * exchange_s(each, tensor, tensor, site)
         if (context := shape.context) > 1:
             each = self.work.attended_bytes * size / shape.tensor * (context - 1) / context
-            seconds += num_layers * self._exchange_s(each, context, shape.gpus_per_rank, site)
+            seconds += num_layers * exchange_s(each, context, shape.gpus_per_rank, site)
         if (expert := shape.expert) > 1:
             each = work.routed_bytes * size / shape.gpus_per_rank * (expert - 1) / expert
             layers = work.routed_layers
-            seconds += 2 * (layers * self._exchange_s(0.0, expert, expert, site) + each / self._rate(expert, site))
+            seconds += 2 * (layers * exchange_s(0.0, expert, expert, site) + each / bytes_per_s(expert, site))
         return seconds
 
     def collective_s(self, work: LayerWork, shape: Shape, site: Site) -> float:
@@ -196,88 +198,19 @@ class Estimates:
     def across_s(self, work: LayerWork, shape: Shape, sites: Sequence[int]) -> float:
         """Return the seconds in which replicas at several sites reduce and gather what each site has reduced.
 
-        Each GPU exchanges its shard with the GPUs that have the same shard at the other sites. All GPUs do so at once,
-        each over its share of its host's uplink. Infinite if two of the sites have no link.
-
         Args:
             sites: sites of a pipeline rank, one for each route.
         """
-        each = self.across_bytes(work, shape)
-        seconds = 0.0
-        for here in sites:
-            links = [self.cluster.link(here, there) for there in sites if there != here]
-            gpus = self.cluster.sites[here].gpus_per_host
-            if None in links:
-                return inf
-            known = [link for link in links if link is not None]
-            uplink_s = sum(each * 8 * gpus / link.bandwidth_bps for link in known)
-            pair_s = max((each * 8 * gpus / link.pair_bps for link in known), default=0.0)
-            latency_s = max((link.latency_s for link in known), default=0.0)
-            seconds = max(seconds, 2 * latency_s + max(uplink_s, pair_s))
-        return seconds
+        return self.network.over_sites_s(self.across_bytes(work, shape), sites)
 
     def least_across_s(self, work: LayerWork, shape: Shape) -> float:
         """Return the least `across_s` over all choices of routes."""
         if shape.routes == 1:
             return 0.0
         sent = self.across_bytes(work, shape)
-        return min((latency_s + sent * byte_s for latency_s, byte_s in self.best_sites(shape.routes)), default=inf)
-
-    def best_sites(self, routes: int) -> list[tuple[float, float]]:
-        """Return (latency, seconds per byte) of sites for `least_across_s`.
-
-        Sites that another site beats in both values are left out.
-        """
-        if routes not in self._known_best:
-            found = []
-            for here in self._with_gpus:
-                start_s = self.least_across_from_s(here, (), routes, 0.0)
-                found.append((start_s, (self.least_across_from_s(here, (), routes, MANY_BYTES) - start_s) / MANY_BYTES))
-            best: list[tuple[float, float]] = []
-            for start_s, byte_s in sorted(one for one in found if one[0] < inf):
-                if not best or byte_s < best[-1][1]:
-                    best.append((start_s, byte_s))
-            self._known_best[routes] = best
-        return self._known_best[routes]
-
-    @cached_property
-    def _known_best(self) -> dict[int, list[tuple[float, float]]]:
-        return {}
-
-    def least_across_from_s(self, here: int, known: Sequence[int], routes: int, sent: float) -> float:
-        """Return the least seconds for a GPU at a site to send ``sent`` bytes to each of the other routes' sites.
-
-        Args:
-            known: the sites that are fixed; the others are those with the best links.
-            routes: number of routes.
-        """
-        best = self._uplinks[here]
-        if any(site != here and site not in best for site in known) or routes > len(best) + 1:
-            return inf
-        settled = [best[site] for site in known if site != here]
-        missing = routes - 1 - len(settled)
-        others = [uplink for site, uplink in best.items() if site not in known][:missing]
-        latencies = [latency_s for latency_s, _ in settled] + [min((one for one, _ in best.values()), default=0.0)]
-        return 2 * max(latencies) + sent * sum(byte_s for _, byte_s in settled + others)
-
-    @cached_property
-    def _with_gpus(self) -> list[int]:
-        return [number for number, site in enumerate(self.cluster.sites) if site.gpus]
-
-    @cached_property
-    def _uplinks(self) -> list[dict[int, tuple[float, float]]]:
-        """By site and linked site with GPUs: the latency, and the seconds per byte of a GPU.
-
-        The fastest uplinks come first.
-        """
-        found = []
-        for here, site in enumerate(self.cluster.sites):
-            links = [
-                (there, link) for there in self._with_gpus if there != here and (link := self.cluster.link(here, there))
-            ]
-            each = {there: (link.latency_s, 8 * site.gpus_per_host / link.bandwidth_bps) for there, link in links}
-            found.append(dict(sorted(each.items(), key=lambda entry: entry[1][1])))
-        return found
+        return min(
+            (latency_s + sent * byte_s for latency_s, byte_s in self.network.best_sites(shape.routes)), default=inf
+        )
 
     def across_bytes(self, work: LayerWork, shape: Shape) -> float:
         """Return the bytes that each GPU of a rank sends to each other site in a step, for gradients and weights."""
@@ -378,51 +311,8 @@ class Estimates:
         parts = [(stage,) for stage in range(layout.virtual_stages)]
         key = ("stage", *timing_key(layout), layout.routes)
         stages = self._of(layout, parts, key, lambda work, held, site: self.stage_cost(work, held, layout, site))
-        local, wan = self._links(layout)
+        local, wan = self.network.links(layout)
         return CostModel(stages=tuple(stages), local=local, wan_links=wan)
-
-    def _links(self, layout: Layout) -> tuple[LinkCost, tuple[tuple[tuple[int, int], LinkCost], ...]]:
-        """Return the links of one pipeline: inside of sites, and by two of its sites."""
-        key = layout.sites, layout.gpus_per_rank
-        if key not in self._known_links:
-            pairs = {}
-            for place, (here, there) in enumerate(pairwise(layout.sites)):
-                cost = self.link_cost(here, there, layout)
-                pairs[place, place + 1] = pairs[place + 1, place] = cost
-            local = self.local_link(min(self.cluster.sites[site].bps_of_gpu for site in layout.sites), layout)
-            self._known_links[key] = local, tuple(pairs.items())
-        return self._known_links[key]
-
-    @cached_property
-    def _known_links(self) -> dict[Hashable, Any]:
-        return {}
-
-    def local_link(self, bps_of_gpu: float, shape: Shape) -> LinkCost:
-        """Return one pipeline's share of the network inside of a site."""
-        return LinkCost(latency_s=STARTING_S, bandwidth_bps=bps_of_gpu * shape.gpus_per_rank)
-
-    def link_cost(self, here: int, there: int, shape: Shape) -> LinkCost:
-        """Return one pipeline's share of a link: a host's uplink times the pipeline's share of the host's GPUs."""
-        link = self.cluster.link(here, there)
-        assert link is not None, "not neighbours"
-        hosts = min(shape.gpus_per_rank / self.cluster.sites[site].gpus_per_host for site in (here, there))
-        return LinkCost(
-            latency_s=link.latency_s,
-            bandwidth_bps=link.bandwidth_bps * hosts,
-            pair_bps=link.pair_bps * hosts,
-            streams=link.connections,
-        )
-
-    def _exchange_s(self, num_bytes: float, members: int, span: int, site: Site) -> float:
-        """Return the seconds of a collective among ``members`` ranks within ``span`` neighbouring GPUs."""
-        starting_s = site.gpu.scale_up_latency_s if span <= site.gpus_per_host else STARTING_S
-        return starting_s * (members - 1) + num_bytes / self._rate(span, site)
-
-    def _rate(self, span: int, site: Site) -> float:
-        """Return the bytes per second of a GPU in a group of ``span`` neighbouring GPUs."""
-        return (
-            site.gpu.scale_up_bytes_per_s if span <= site.gpus_per_host else site.network_bps / 8 / site.gpus_per_host
-        )
 
 
 def _division(shape: Shape) -> Division:
@@ -462,18 +352,6 @@ def most_received(shape: Shape) -> int:
 def reduced_bytes(shape: Shape) -> float:
     """Return the bytes per weight that a step reduces and gathers: fp32 gradients, bf16 weights."""
     return {0: 8.0, 3: 4.0}.get(shape.zero_stage, 4.0 + 2.0)
-
-
-def over_gpus_s(moved: float, count: int, apart: int, site: Site) -> float:
-    """Return the seconds of reducing or gathering ``moved`` bytes over ``count`` GPUs, every ``apart``-th of a site."""
-    if count == 1:
-        return 0.0
-    together = min(count, max(1, site.gpus_per_host // apart))
-    hosts = -(-count // together)
-    seconds = 2 * site.gpu.scale_up_latency_s * (together - 1) + 2 * STARTING_S * (hosts - 1)
-    seconds += moved * (together - 1) / together / site.gpu.scale_up_bytes_per_s
-    network = site.network_bps / 8 / site.gpus_per_host
-    return seconds + moved / together * (hosts - 1) / hosts / network
 
 
 def _on_each(weights: Any, experts: Any, whole: Any, shape: Shape) -> tuple[Any, Any]:

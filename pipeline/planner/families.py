@@ -192,7 +192,7 @@ class FamilyBounds:
         sent = reduced_bytes(family) * sum(weights / (lines // apart) for weights, apart in shares) / routes
         across_s = np.zeros(np.broadcast(sent, routes).shape)
         for count in set(routes.tolist()) - {1}:
-            lines_s = [latency_s + sent * byte_s for latency_s, byte_s in self._estimates.best_sites(count)]
+            lines_s = [latency_s + sent * byte_s for latency_s, byte_s in self._estimates.network.best_sites(count)]
             least_s = np.minimum.reduce(lines_s) if lines_s else np.full(across_s.shape, inf)
             across_s = np.where(routes == count, least_s, across_s)
         return found + across_s

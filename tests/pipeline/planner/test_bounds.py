@@ -1,6 +1,7 @@
 """Bounds by hand: a second a layer and pass, and each of the things that may keep a pipeline longest."""
 
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from weft.pipeline.planner import sharing
 from weft.pipeline.planner.bounds import Bounds
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.layout import Shape
+from weft.pipeline.planner.network import Network
 from weft.pipeline.planner.request import MOST_CELL
 from weft.pipeline.planner.routes import Route
 from weft.pipeline.workload import LayerWork, ModelWork
@@ -24,12 +26,8 @@ COLLECTIVE_S, OPTIMIZER_S = 7.0, 11.0
 """Seconds per layer's share, each step."""
 
 
-class Simple(Estimates):
-    """A layer takes a second forward, one for its input's gradient and one for its weights'; half on an H100."""
-
-    def stage_seconds(self, work, num_layers, shape, site):
-        seconds = work.parameters / UNIT * {"A100": 1.0, "H100": 0.5}[site.gpu.name] * shape.microbatch_size
-        return seconds, seconds, seconds
+class SimpleNetwork(Network):
+    """A link's occupancy is twice its transit."""
 
     def link_cost(self, here, there, shape):
         link = self.cluster.link(here, there)
@@ -41,6 +39,18 @@ class Simple(Estimates):
 
     def local_link(self, bps_of_gpu, shape):
         return LinkCost(bandwidth_bps=bps_of_gpu)
+
+
+class Simple(Estimates):
+    """A layer takes a second forward, one for its input's gradient and one for its weights'; half on an H100."""
+
+    def stage_seconds(self, work, num_layers, shape, site):
+        seconds = work.parameters / UNIT * {"A100": 1.0, "H100": 0.5}[site.gpu.name] * shape.microbatch_size
+        return seconds, seconds, seconds
+
+    @cached_property
+    def network(self):
+        return SimpleNetwork(self.cluster)
 
     def collective_s(self, work, shape, site):
         return COLLECTIVE_S * work.parameters / UNIT * (shape.replicas > 1)

@@ -71,7 +71,7 @@ def test_costs_of_a_rank_are_those_of_the_documented_model(seed):
         sites = rng.sample(range(len(some.sites)), shape.routes)
         assert estimates.across_s(held, shape, sites) == pytest.approx(own.over_wan_s(part, shape, sites))
         for here, there in some.links:
-            found, link = estimates.link_cost(here, there, shape), own.link(here, there, shape)
+            found, link = estimates.network.link_cost(here, there, shape), own.link(here, there, shape)
             assert (found.latency_s, found.bandwidth_bps, found.pair_bps) == pytest.approx(
                 (link.latency_s, link.bandwidth_bps, link.pair_bps)
             )
@@ -127,7 +127,7 @@ def test_no_sites_of_routes_reduce_faster_than_the_least(sites, links, routes, s
     with_gpus = [number for number, site in enumerate(made.sites) if site.gpus]
     for here in with_gpus:
         if len(set(known) - {here}) < routes:
-            found_s = estimates.least_across_from_s(here, known, routes, sent)
+            found_s = estimates.network.least_from_s(here, known, routes, sent)
             assert found_s == pytest.approx(least_s(here, known), rel=1e-9)
     some = Shape(num_stages=2, replicas=routes, microbatches=4, routes=routes)
     sent = estimates.across_bytes(MADE.work.layers[0], some)
