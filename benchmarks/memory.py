@@ -41,6 +41,8 @@ LAYOUTS = (
     ("pipeline.stages=2", "zero.stage=1"),
     ("pipeline.stages=2", "pipeline.schedule=w", "zero.stage=1"),
     ("pipeline.stages=1", "pipeline.recompute=layers"),
+    ("pipeline.stages=1", "pipeline.recompute=elementwise"),
+    ("pipeline.stages=2", "pipeline.schedule=w", "pipeline.recompute=elementwise"),
     ("pipeline.stages=4", _MANY_TOKENS),
     _SPLIT,
     (*_SPLIT, "model.chunked_loss=always", "model.loss_chunk_mb=32"),

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from weft.conf.schema import (
+    Attention,
     ChunkedLoss,
     DistillConfig,
+    Kernels,
     OptimizerConfig,
     OptimizerKind,
     OptimizerState,
@@ -75,7 +77,10 @@ def _offload(config: WeftConfig) -> Iterator[str]:
     if pipeline.adapt:
         yield f"{name}: it does not support pipeline.adapt=true; set one of them to false"
     if pipeline.recompute is Recompute.auto:
-        yield f"{name}: pipeline.recompute=auto does not weigh it; set pipeline.recompute=attention, layers or none"
+        yield (
+            f"{name}: pipeline.recompute=auto does not weigh it; set pipeline.recompute=elementwise, attention, layers "
+            "or none"
+        )
     if pipeline.pairs is PairChoice.always:
         yield f"{name}: pipeline.pairs=always keeps strand pairs, which it splits; set pipeline.pairs=auto or never"
     if not pipeline.memory_cap_bytes:
@@ -84,10 +89,27 @@ def _offload(config: WeftConfig) -> Iterator[str]:
         yield f"{name}: pipeline.schedule={pipeline.schedule.name} is not supported; set pipeline.schedule=auto"
 
 
+def level_problem(config: WeftConfig, level: Recompute) -> str:
+    """Return why a level of recomputation, which is not auto, is not supported, or an empty string if it is."""
+    if level is not Recompute.elementwise:
+        return ""
+    name, others = "pipeline.recompute=elementwise", "set pipeline.recompute=attention or layers"
+    if config.model.kernels is Kernels.fused:
+        return f"{name}: model.kernels=fused rotates products in place, which are kept; {others}, or model.kernels=none"
+    if config.model.attn_implementation is Attention.flex_attention:
+        return (
+            f"{name}: model.attn_implementation=flex_attention is compiled, so its result cannot be recorded; {others},"
+            " or model.attn_implementation=sdpa"
+        )
+    return ""
+
+
 def _recompute(config: WeftConfig) -> Iterator[str]:
     pipeline, parallel = config.pipeline, config.parallel
     if pipeline.recompute in (Recompute.none, Recompute.layers):
         return
+    if problem := level_problem(config, pipeline.recompute):
+        yield problem
     name = f"pipeline.recompute={pipeline.recompute.name}"
     shared = {"tensor": parallel.tensor, "context": parallel.context, "expert": parallel.expert}
     for axis, size in shared.items():
@@ -99,7 +121,7 @@ def _recompute(config: WeftConfig) -> Iterator[str]:
     if pipeline.recompute is Recompute.auto and pipeline.costs_file:
         yield (
             f"{name}: pipeline.costs_file={pipeline.costs_file} has costs of one choice only; "
-            "leave it empty, or choose none, attention or layers"
+            "leave it empty, or choose none, elementwise, attention or layers"
         )
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import Any, NamedTuple
 
+from weft.conf.schema import Recompute
 from weft.pipeline.action import Op
 from weft.pipeline.costs import StageCost
 
-WORK_FORM = 13
+WORK_FORM = 14
 """The version of work that is stored in files; another number makes old entries unread."""
 LOSS_BYTES = 4
 """Bytes per logit that the loss saves: the fp32 logarithms of probabilities."""
@@ -41,17 +43,20 @@ class Division:
     """Ranks that share a layer's weights."""
     context: int
     """Ranks that share a sequence."""
-    recomputes: bool
-    """True if layers are recomputed in the backward."""
-    recomputes_attention: bool = False
-    """True if only their attention is."""
+    recompute: Recompute = Recompute.none
+    """The part of layers that the backward computes again, which is not auto."""
     gathers: bool = True
     """True if each rank gathers the keys and values of a whole sequence."""
 
     @property
     def without_recomputation(self) -> Division:
         """The same division without recomputation."""
-        return replace(self, recomputes=False, recomputes_attention=False)
+        return replace(self, recompute=Recompute.none)
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """True if a layer keeps its input, and the backward computes its other saved tensors again, or most of them."""
+        return self.recompute in (Recompute.elementwise, Recompute.layers)
 
     def of_rank(self, num_bytes: float) -> float:
         """Return a rank's part of a micro-batch, from the bytes of a sequence."""
@@ -98,6 +103,10 @@ class LayerWork:
     """Those of them that gradient checkpointing saves, too: all that do not belong to a decoder layer."""
     attention_bytes: float = 0.0
     """Those of `activation_bytes` that a module of attention saves, without its inputs."""
+    results_bytes: float = 0.0
+    """Bytes that a layer keeps besides its input if element-wise operations are recomputed: results of all others."""
+    moved_bytes: float = 0.0
+    """Bytes that the element-wise operations of a layer's forward read and write."""
     deferred_bytes: Any = None
     """Bytes that wait for weight gradients: inputs and output gradients of products. None: `activation_bytes`."""
     attention_matmul_flops: float = 0.0
@@ -141,8 +150,8 @@ class LayerWork:
         self,
         flops_per_s: float,
         *,
-        recomputes: bool,
-        recomputes_attention: bool = False,
+        recompute: Recompute = Recompute.none,
+        bytes_per_s: float = inf,
         exchanged_s: Any = 0.0,
         in_chunks: bool = False,
     ) -> tuple[Any, Any, Any]:
@@ -151,16 +160,20 @@ class LayerWork:
         Fields may be arrays, for many parts at once.
 
         Args:
-            recomputes: True if the forward runs again before the backward.
-            recomputes_attention: True if only its attention does.
+            recompute: the part of the forward that runs again before the backward.
+            bytes_per_s: bytes of memory that are read and written in a second, for element-wise operations.
             exchanged_s: seconds of collectives inside of layers, in one direction.
             in_chunks: True if the loss is computed in chunks.
         """
         matmul_s, attention_s = self.matmul_flops / flops_per_s, self.attention_flops / flops_per_s
         forward_s = matmul_s + attention_s + exchanged_s
-        input_s = matmul_s + 2 * attention_s + exchanged_s + (forward_s if recomputes else 0.0)
-        if recomputes_attention:
+        input_s = matmul_s + 2 * attention_s + exchanged_s
+        if recompute is Recompute.layers:
+            input_s = input_s + forward_s
+        elif recompute is Recompute.attention:
             input_s = input_s + self.attention_matmul_flops / flops_per_s + attention_s
+        elif recompute is Recompute.elementwise:
+            input_s = input_s + self.moved_bytes / bytes_per_s
         weight_s = self.trained_flops / flops_per_s
         if not in_chunks:
             return forward_s, input_s, weight_s
@@ -291,9 +304,10 @@ class ModelWork:
             saved += states + division.tensor * self.sequence_length * LOSS_BYTES - part.logits * LOSS_BYTES
         elif part.logits:
             saved += (division.tensor - 1) * self.message_bytes  # the head's input is gathered
-        if division.recomputes:
-            return division.of_rank(saved + num_layers * self.message_bytes + part.unrecomputed_bytes)
-        saved -= part.attention_bytes if division.recomputes_attention else 0.0
+        if division.recomputes_layers:
+            results = part.results_bytes if division.recompute is Recompute.elementwise else 0.0
+            return division.of_rank(saved + num_layers * self.message_bytes + part.unrecomputed_bytes + results)
+        saved -= part.attention_bytes if division.recompute is Recompute.attention else 0.0
         return division.of_rank(saved + part.activation_bytes + num_layers * self._gathered_bytes(division))
 
     def loss_in_chunks(self, division: Division) -> bool:
@@ -309,12 +323,15 @@ class ModelWork:
         if part.logits and self.loss_in_chunks(division):
             of_loss, chunk = 0.0, self.loss_chunk_bytes * CHUNK_WORKING[weight_bytes]
         of_head = chunk + head if head else 0.0
-        again = (part.activation_bytes - part.unrecomputed_bytes) / max(1, num_layers)
-        of_attention = part.attention_bytes / max(1, num_layers) if division.recomputes_attention else 0.0
-        again = again + self._gathered_bytes(division) if division.recomputes else of_attention
+        again = 0.0
+        if division.recomputes_layers:
+            again = (part.activation_bytes - part.unrecomputed_bytes) / max(1, num_layers)
+            again += self._gathered_bytes(division)
+        elif division.recompute is Recompute.attention:
+            again = part.attention_bytes / max(1, num_layers)
         gradients = part.gradient_bytes / max(1, num_layers)
         of_input = max(of_loss, self._input_bytes(part, num_layers, division) + again)
-        again = again + gradients if division.recomputes else max(again, gradients)
+        again = again + gradients if division.recomputes_layers else max(again, gradients)
         whole = max(division.of_rank(max(of_loss, again)), of_head if chunk else 0.0)
         of_layer = part.forward_bytes / max(1, num_layers)
         # of the loss: logits in fp32, and in a tensor group the head's gathered input

@@ -41,6 +41,7 @@ class Recompute(Enum):
     """The part of a virtual stage's forward that runs again before its backward, so that less is saved."""
 
     none = "none"
+    elementwise = "elementwise"
     attention = "attention"
     layers = "layers"
     auto = "auto"
@@ -80,9 +81,11 @@ class PipelineConfig:
     """Limit on the activation memory that a schedule may hold on any rank; 0 means no cap, or for
     schedule=auto one that it sets itself and that the dry run prints."""
     recompute: Recompute = Recompute.none
-    """Values that backwards compute again to save activation memory: none, attention (modules of attention), layers
-    (all of each layer: gradient checkpointing), or auto, which chooses for each virtual stage what costs least time
-    under `memory_cap_bytes`, or in the device's memory. The dry run prints the choice."""
+    """Values that backwards compute again to save activation memory: none, elementwise (norms, activations and other
+    cheap operations of each layer, but no products, attention kernels or random draws: selective checkpointing),
+    attention (modules of attention), layers (all of each layer: gradient checkpointing), or auto, which chooses for
+    each virtual stage what costs least time under `memory_cap_bytes`, or in the device's memory. The dry run prints
+    the choice."""
     offload: bool = False
     """Copy activations to the host's memory and back where the schedule does not fit under `memory_cap_bytes`
     otherwise."""

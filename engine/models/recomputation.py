@@ -1,4 +1,4 @@
-"""Recomputation of a model's layers, or of their attention only, in the backward."""
+"""Recomputation of a model's layers, of their attention or of their element-wise operations, in the backward."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from weft.conf.schema import Recompute
+from weft.engine.models.elementwise import recompute_elementwise
 from weft.engine.models.skeleton import decoder_layers
 
 
@@ -32,6 +33,9 @@ def recompute(model: PreTrainedModel, kind: Recompute) -> None:
     elif kind is Recompute.attention:
         for module in require_attention(model):
             module.forward = partial(_again_in_backward, module, module.forward)
+    elif kind is Recompute.elementwise:
+        for layer in model.get_submodule(decoder_layers(model)).children():
+            layer.forward = partial(recompute_elementwise, layer, layer.forward)
 
 
 def require_attention(model: PreTrainedModel) -> list[nn.Module]:

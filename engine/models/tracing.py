@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from weft.conf.schema import LoraConfig, ModelConfig
 from weft.engine.models import batch as packed
+from weft.engine.models.elementwise import ResultRecorder, outside_tensors
 from weft.engine.models.lazy_logits import whole_logits_reason
 from weft.engine.models.live_bytes import LiveBytes
 from weft.engine.models.recomputation import attention_modules
@@ -110,16 +111,19 @@ class _Part:
     attended_bytes: float = 0.0
     routed_bytes: float = 0.0
     forward_bytes: float = 0.0
+    results_bytes: float = 0.0
+    moved_bytes: float = 0.0
 
 
 class _Attention(torch.autograd.Function):
     """Attention without values, which saves the tensors of flash attention: queries, keys, values, output and sums."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, keep: Callable[..., None]) -> Tensor:
         batch, heads, tokens, _ = query.shape
         out = query.new_empty(batch, tokens, heads, value.shape[-1])
         sums = query.new_empty(batch, heads, tokens, dtype=torch.float32)
+        keep(out, sums)
         ctx.save_for_backward(query, key, value, out, sums)
         return out
 
@@ -135,9 +139,11 @@ class _Grouped(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, keep: Callable[..., None]) -> Tensor:
         ctx.save_for_backward(rows, weights)
-        return rows.new_empty(rows.shape[0], weights.shape[-1])
+        out = rows.new_empty(rows.shape[0], weights.shape[-1])
+        keep(out)
+        return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # traced forwards have no backward
@@ -158,6 +164,7 @@ class _Tracer:
         self._forms: dict[int, Any] = {}  # outputs of the first layer of each kind
         self._flops = FlopCounterMode(display=False)
         self._live = LiveBytes()
+        self._recorder = ResultRecorder()
         self.shared_bytes = 0.0
         self.received_bytes = 0.0
         """Bytes of hidden states that a layer gets and does not save."""
@@ -174,6 +181,7 @@ class _Tracer:
             layer.register_forward_pre_hook(partial(self._enter_layer, number + 1, first == number), with_kwargs=True)
             if first == number:
                 layer.register_forward_hook(lambda _, __, out, number=number: self._forms.update({number: out}))
+                layer.forward = partial(self._recorded, layer, layer.forward)
             else:
                 layer.forward = partial(self._passed_on, first)
         layers[-1].register_forward_hook(lambda *_: self._enter(len(layers) + 1))
@@ -197,6 +205,16 @@ class _Tracer:
         with self._live, self._flops, saved, grouped:
             model(input_ids=ids, use_cache=False)
         self._enter(len(self.parts) - 1)
+
+    def _recorded(self, layer: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a layer's forward, and count what recomputation of its element-wise operations keeps and moves."""
+        self._recorder = ResultRecorder(outside_tensors(layer, args, kwargs))
+        with self._recorder:
+            output = forward(*args, **kwargs)
+        part = self.parts[-1]
+        part.results_bytes, part.moved_bytes = float(self._recorder.kept_bytes), self._recorder.moved_bytes
+        self._recorder = ResultRecorder()
+        return output
 
     def _passed_on(self, kind: int, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
         form = self._forms[kind]
@@ -270,7 +288,7 @@ class _Tracer:
     def _multiply(self, rows: Tensor, weights: Tensor, **_: Any) -> Tensor:
         self._grouped_flops += 2 * rows.shape[0] * rows.shape[1] * weights.shape[-1]
         self.parts[-1].routed_bytes = self.parts[-1].routed_bytes or float(rows.nbytes)  # its first product's input
-        return _Grouped.apply(rows, weights)
+        return _Grouped.apply(rows, weights, self._recorder.keep)
 
     def _attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *_: Any, **options: Any
@@ -281,7 +299,7 @@ class _Tracer:
         part = self.parts[-1]
         part.attention_flops += 2 * batch * heads * pairs * (width + value.shape[-1])
         part.attended_bytes = float(key.nbytes + value.nbytes)
-        return _Attention.apply(query, key, value), None
+        return _Attention.apply(query, key, value, self._recorder.keep), None
 
 
 def layers_alike(model: PreTrainedModel, layers: nn.ModuleList) -> list[int]:
@@ -375,6 +393,8 @@ def _layer_work(
         gradient_bytes=0.0 if layer is None else temporary_gradients(part.widest_bytes, message_bytes),
         forward_bytes=0.0 if layer is None else part.forward_bytes,
         attention_matmul_flops=part.attention_matmul_flops,
+        results_bytes=part.results_bytes,
+        moved_bytes=part.moved_bytes,
         routed_bytes=part.routed_bytes,
         routed_layers=float(experts > 0),
     )

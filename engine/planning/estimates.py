@@ -113,7 +113,7 @@ def _division(config: WeftConfig, facts: Facts) -> Division:
         microbatch_size=config.train.microbatch_size,
         tensor=facts.layout.tensor,
         context=facts.layout.context,
-        recomputes=facts.recomputes,
+        recompute=Recompute.layers if facts.recomputes else Recompute.none,
         gathers=facts.exchange is ContextExchange.gather,
     )
 
@@ -130,11 +130,7 @@ def _divisions(config: WeftConfig, facts: Facts, split: StageSplit, recompute: S
     """Return the division of each virtual stage's work."""
     whole = _division(config, facts)
     return [
-        replace(
-            whole,
-            recomputes=whole.recomputes or kind is Recompute.layers,
-            recomputes_attention=kind is Recompute.attention,
-        )
+        whole if whole.recompute is Recompute.layers else replace(whole, recompute=kind)
         for kind in recompute or [Recompute.none] * split.num_stages
     ]
 
@@ -148,8 +144,8 @@ def _estimated_stages(
     for part, layers, division in zip(_stage_works(work, split), split.layers, divisions, strict=True):
         seconds = part.seconds(
             flops_per_s / division.of_rank(1),
-            recomputes=division.recomputes,
-            recomputes_attention=division.recomputes_attention,
+            recompute=division.recompute,
+            bytes_per_s=facts.bytes_per_s / division.of_rank(1),
             in_chunks=in_chunks,
         )
         stages.append(work.stage_cost(part, len(layers), seconds, division))

@@ -102,6 +102,7 @@ class Facts:
         keeps_frozen: whether the devices also store frozen weights in their original type, for the export.
         recomputes: whether layers are recomputed in the backward.
         exchange: the chosen context exchange, which is not auto.
+        bytes_per_s: bytes that a rank reads and writes in a second, if element-wise operations may run again.
         host_bps: bits per second in each direction between a device and its host's memory, if activations go there.
         replica_nodes: the node of each rank of a data group, or its site if replicas are at several sites.
         collectives: costs of collectives over these replicas, or None if unknown.
@@ -127,6 +128,7 @@ class Facts:
     links: Links
     replica_nodes: tuple[int, ...]
     collectives: CollectiveCosts | None = None
+    bytes_per_s: float = inf
     host_bps: float = inf
     work: ModelWork | None = None
     teacher: TeacherFacts | None = None

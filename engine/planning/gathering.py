@@ -164,6 +164,10 @@ def _known_facts(
     host_bps = inf
     if config.pipeline.offload:
         host_bps, sources["host_bps"] = _host_bps(config, machine)
+    bytes_per_s = inf
+    if config.pipeline.recompute in (Recompute.elementwise, Recompute.auto):
+        bytes_per_s = usable_memory(machine.device, machine.threads, devices_cache(config))
+        sources["bytes_per_s"] = "by the data sheet, or a copy on this machine"
     trained = hf_config if model is None else model
     work, sources["work"] = _traced(config, hf_config, trained)
     facts = Facts(
@@ -187,6 +191,7 @@ def _known_facts(
         stage_costs={count: costs.stages for count, costs in given.items()},
         stage_pairs={count: costs.pairs for count, costs in given.items() if costs.pairs is not None},
         links=links,
+        bytes_per_s=bytes_per_s,
         host_bps=host_bps,
         replica_nodes=(0,) * layout.data_ranks,
         sources=sources,

@@ -17,7 +17,7 @@ from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.simulation import simulate
 
-LEVELS = (Recompute.none, Recompute.attention, Recompute.layers)
+LEVELS = (Recompute.none, Recompute.elementwise, Recompute.attention, Recompute.layers)
 Choice = tuple[Recompute, ...]
 """The recomputation of each virtual stage."""
 _SHARES = (1.0, 0.7, 0.5, 0.3)
@@ -36,6 +36,7 @@ class RecomputeSearch:
         limit_bytes: bytes of activations that each rank may hold.
         costs_of: returns the costs of one pipeline with a choice.
         schedule_of: returns the schedule of a step without a memory cap, if the schedule is fixed.
+        levels: the choices for a virtual stage.
     """
 
     config: WeftConfig
@@ -43,6 +44,7 @@ class RecomputeSearch:
     limit_bytes: float
     costs_of: Callable[[Choice], CostModel]
     schedule_of: Callable[[CostModel], Schedule]
+    levels: tuple[Recompute, ...] = LEVELS
 
     def choose(self) -> Choice:
         """Return the best choice that was found."""
@@ -53,7 +55,7 @@ class RecomputeSearch:
         ordered = sorted(starts, key=lambda choice: [LEVELS.index(kind) for kind in choice])
         best, choice = min(((self._step_s(choice), choice) for choice in ordered), key=itemgetter(0))
         while True:
-            able = [other for other in _changes(choice) if self._least_s(other) < best]
+            able = [other for other in self._changes(choice) if self._least_s(other) < best]
             times = ((self._step_s(other), other) for other in able)
             found, other = min(times, default=(best, choice), key=itemgetter(0))
             if found >= best:
@@ -67,13 +69,22 @@ class RecomputeSearch:
             spent_s = _seconds(self.costs_of(choice))
             freed = [
                 ((over - left) / max(_seconds(self.costs_of(other)) - spent_s, 1e-12), other)
-                for left, other in ((self._excess(other, limit_bytes), other) for other in _changes(choice))
+                for left, other in ((self._excess(other, limit_bytes), other) for other in self._changes(choice))
                 if left < over
             ]
             if not freed:
                 return None
             _, choice = max(freed, key=itemgetter(0))
         return choice
+
+    def _changes(self, choice: Choice) -> list[Choice]:
+        """Return all choices that differ in one stage."""
+        return [
+            (*choice[:stage], level, *choice[stage + 1 :])
+            for stage, chosen in enumerate(choice)
+            for level in self.levels
+            if level is not chosen
+        ]
 
     @property
     def _capped(self) -> bool:
@@ -102,25 +113,13 @@ class RecomputeSearch:
 
 def choice_text(choice: Sequence[Recompute]) -> str:
     """Return the stages of each kind of recomputation, or an empty string without any."""
-    named = {
-        kind: [str(stage) for stage, chosen in enumerate(choice) if chosen is kind] for kind in (LEVELS[1], LEVELS[2])
-    }
+    named = {kind: [str(stage) for stage, chosen in enumerate(choice) if chosen is kind] for kind in LEVELS[1:]}
     parts = [f"{kind.name} of stages {', '.join(stages)}" for kind, stages in named.items() if stages]
     return f"backwards recompute {' and '.join(parts)}" if parts else ""
 
 
 def _seconds(costs: CostModel) -> float:
     return sum(stage.input_s for stage in costs.stages)
-
-
-def _changes(choice: Choice) -> list[Choice]:
-    """Return all choices that differ in one stage."""
-    return [
-        (*choice[:stage], level, *choice[stage + 1 :])
-        for stage, chosen in enumerate(choice)
-        for level in LEVELS
-        if level is not chosen
-    ]
 
 
 def _least_held(placement: Placement, costs: CostModel) -> list[float]:

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from weft.conf.schema import Partition, Recompute, WeftConfig
+from weft.conf.training_checks import level_problem
 from weft.engine.layout import CellMember, RankLayout
 from weft.engine.models.sizes import PartSize
 from weft.engine.planning.estimates import planning_costs, rank_size, stage_sizes, working_bytes
 from weft.engine.planning.facts import Facts
 from weft.engine.planning.memory import RankBytes, activation_memory, gathered_bytes, rank_memory, rank_states
 from weft.engine.planning.overlap import OverlapPlan, ZeroWork, plan_overlap, with_collectives
-from weft.engine.planning.recomputation import Choice, RecomputeSearch, choice_text
+from weft.engine.planning.recomputation import LEVELS, Choice, RecomputeSearch, choice_text
 from weft.engine.planning.schedules import plan_placement, plan_schedule, plan_schedules
 from weft.engine.stages.cutting.split import StageSplit, split_model
 from weft.pipeline.action import Slot
@@ -193,6 +194,7 @@ def _recompute(
         activation_memory(config, alone, placement, states, facts.device_bytes),
         costs_of=cache(lambda choice: planning_costs(config, facts, split, choice)),
         schedule_of=lambda costs: plan_schedule(uncapped, placement, costs=costs),
+        levels=tuple(level for level in LEVELS if not level_problem(config, level)),
     ).choose()
 
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from math import inf
 from typing import Any, TypeVar
 
-from weft.conf.schema import OptimizerConfig, Precision, ZeroConfig
+from weft.conf.schema import OptimizerConfig, Precision, Recompute, ZeroConfig
 from weft.pipeline.costs import CostModel, StageCost
 from weft.pipeline.memory import WEIGHT_BYTES, RankMemory, TrainedWeights, stepping_bytes, whole_weights, zero_memory
 from weft.pipeline.planner.cluster import Cluster, Site
@@ -162,7 +162,7 @@ class Estimates:
         gathered_s = self.weights_s(work, shape, site)
         forward_s, input_s, weight_s = work.seconds(
             speed,
-            recomputes=shape.checkpointing,
+            recompute=_recompute(shape.checkpointing),
             exchanged_s=self.layer_collectives_s(work, num_layers, shape, site),
             in_chunks=self.work.loss_in_chunks(_division(shape)),
         )
@@ -321,7 +321,11 @@ def _division(shape: Shape) -> Division:
 
 @lru_cache(maxsize=4096)
 def _divided(size: int, tensor: int, context: int, recomputes: bool) -> Division:
-    return Division(microbatch_size=size, tensor=tensor, context=context, recomputes=recomputes)
+    return Division(microbatch_size=size, tensor=tensor, context=context, recompute=_recompute(recomputes))
+
+
+def _recompute(checkpointing: bool) -> Recompute:
+    return Recompute.layers if checkpointing else Recompute.none
 
 
 def timing_key(shape: Shape) -> tuple[Hashable, ...]:

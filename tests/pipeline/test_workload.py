@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.conf.schema import Recompute
 from weft.pipeline.action import Op
 from weft.pipeline.workload import (
     CUT_LOSS_WORKING_BYTES,
@@ -86,7 +87,7 @@ def test_a_loss_in_chunks_keeps_hidden_states_instead_of_logits_and_computes_log
         message_bytes=4.0 * tokens * width,
     )
     chunked = replace(whole, loss_chunk_bytes=chunk)
-    alone = Division(microbatch_size=1, tensor=1, context=1, recomputes=False)
+    alone = Division(microbatch_size=1, tensor=1, context=1)
     assert whole.saved_bytes(whole.after, 0, alone) == 4 * tokens * words
     assert chunked.saved_bytes(whole.after, 0, alone) == 4 * tokens * (width + 1), "the input's gradient, normalisers"
     before, after = (work.working_bytes(work.after, 0, alone, 4) for work in (whole, chunked))
@@ -101,8 +102,8 @@ def test_a_loss_in_chunks_keeps_hidden_states_instead_of_logits_and_computes_log
         "a copy in 16 bits, half of the gradient"
     )
     assert not chunked.loss_in_chunks(replace(alone, tensor=8)), "all logits of a rank are a chunk"
-    products = whole.after.seconds(1.0, recomputes=False)
-    again = whole.after.seconds(1.0, recomputes=False, in_chunks=True)
+    products = whole.after.seconds(1.0)
+    again = whole.after.seconds(1.0, in_chunks=True)
     once = whole.after.head_flops
     assert [time / once for time in products] == [1, 1, 1] and [time / once for time in again] == [2, 0, 2]
     frozen = loss_work(float(tokens * words), width, trained=False)
@@ -114,11 +115,11 @@ def test_an_input_gradient_replaces_activations_layer_by_layer():
     layer = LayerWork(parameters=0, activation_bytes=40.0, deferred_bytes=30.0, gradient_bytes=16.0)
     loss = loss_work(1.0, 1, trained=True)
     work = model(NOTHING, [layer, layer], loss)
-    plain = Division(microbatch_size=1, tensor=1, context=1, recomputes=False)
+    plain = Division(microbatch_size=1, tensor=1, context=1)
     states = INPUT_STATES * work.message_bytes
     for part in (layer + layer, layer + layer + loss):
         used = work.working_bytes(part, 2, plain, 4)
         assert used.whole == 16.0 and used.input == 30.0 + states
-    used = work.working_bytes(layer + layer, 2, replace(plain, recomputes=True), 4)
+    used = work.working_bytes(layer + layer, 2, replace(plain, recompute=Recompute.layers), 4)
     more = 30.0 - work.message_bytes  # a recomputed layer saves its input only
     assert used.whole == 40.0 + 16.0 and used.input == 30.0 + more + 40.0 + states

@@ -1,4 +1,4 @@
-"""Recomputed attention: the same gradients, and the bytes that the plan predicts."""
+"""Recomputed attention and element-wise operations: the same gradients, and the bytes that the plan predicts."""
 
 import pytest
 import torch
@@ -11,25 +11,39 @@ from weft.engine.backward import SplitBackward
 from weft.engine.models.recomputation import recompute, require_attention
 from weft.engine.models.tracing import trace_model
 
-KINDS = (Recompute.none, Recompute.attention, Recompute.layers)
+MODELS = ("llama", "gpt2", "gemma2", "mixtral", "qwen3_moe")
+KINDS = (Recompute.none, Recompute.attention, Recompute.elementwise, Recompute.layers)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "qwen3_moe"])
+def dropping(stage, share):
+    for module in stage.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = share
+        elif hasattr(module, "attention_dropout"):
+            module.attention_dropout = share
+
+
+@pytest.mark.parametrize(("name", "dropout"), [*((name, 0.0) for name in MODELS), ("gpt2", 0.2), ("llama", 0.2)])
 @pytest.mark.parametrize("split", [False, True])
-def test_recomputation_leaves_losses_and_gradients_equal(name, split):
-    found, saved_bytes, kept = [], [], []
+def test_recomputation_leaves_losses_and_gradients_equal(name, dropout, split):
+    found, saved_bytes, kept, drawn = [], [], [], []
     for kind in KINDS:
         stage = build(name)
+        dropping(stage, dropout)
         recompute(stage.model, kind)
         hidden = hidden_of(stage, use_hidden=True)
         backward = SplitBackward(stage)
+        torch.manual_seed(3)
         loss, saved = backward.forward(lambda: stage(hidden), hidden, split=split)  # noqa: B023
         saved_bytes.append(saved.activation_bytes)
         backward.input_backward(saved, torch.ones_like(loss))
         kept.append(saved.kept_bytes)
         backward.weight_backward(saved)
         found.append((loss.detach(), hidden.grad, gradients(stage)))
-    assert saved_bytes[0] > saved_bytes[1] > saved_bytes[2]
+        drawn.append(torch.get_rng_state())
+    none, attention, elementwise, layers = saved_bytes
+    assert none > attention > layers and none > elementwise > layers
+    assert all(torch.equal(state, drawn[0]) for state in drawn)
     assert len(set(kept)) == 1, "what waits for W does not depend on it"
     for loss, below, weights in found[1:]:
         assert torch.equal(loss, found[0][0]) and torch.equal(below, found[0][1])

@@ -7,9 +7,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.runtime_estimator import RuntimeEstimator
 from torch.distributed._tools.sac_estimator import SACEstimator
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from weft.engine.models.elementwise import is_cheap
 from weft.engine.models.tracing import trace_model
 
 WIDTH = 64
@@ -38,9 +40,16 @@ def run_and_count(alive, function, args, named):
     return out, float(count(*args, **(named or {}), out_val=out)) if count else 0.0
 
 
-def estimate(config, tokens, monkeypatch):
+def run_and_time(alive, function, args, named):
+    """Count seconds on a GPU that does so many operations and reads and writes so many bytes in a second."""
+    out, flops = run_and_count(alive, function, args, named)
+    moved = sum(leaf.nbytes for leaf in tree_leaves((args, named, out)) if isinstance(leaf, torch.Tensor))
+    return out, max(flops / 4e14, moved / 3e12)
+
+
+def estimate(config, tokens, monkeypatch, cost=run_and_count):
     """Return torch's statistics of the second layer and of its modules, by the module's name."""
-    monkeypatch.setattr(RuntimeEstimator, "_roofline_estimate", partial(run_and_count, []))
+    monkeypatch.setattr(RuntimeEstimator, "_roofline_estimate", partial(cost, []))
     with FakeTensorMode():
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
         estimator = SACEstimator()
@@ -76,3 +85,21 @@ def test_attention_and_layer_save_and_compute_what_torch_finds(kind, tokens, mon
         > ours.activation_bytes / (ours.matmul_flops + causal),
     ]
     assert ranks[0] == ranks[1]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_elementwise_operations_free_more_bytes_per_second_than_all_that_are_kept(kind, monkeypatch):
+    """So they come first in the order in which torch's estimator recomputes operations."""
+    wide = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config = AutoConfig.for_model(kind, **(SHAPE | wide | {"head_dim": 128}))
+    layer = estimate(config, 4096, monkeypatch, run_and_time)[""]
+
+    def is_kept(number):
+        packet = getattr(torch.ops.aten, layer.func_names[number])
+        return not any(is_cheap(getattr(packet, overload)) for overload in packet.overloads())
+
+    speeds = {number: layer.memory[number] / layer.runtimes[number] for number in layer.saved_autograd_ops}
+    kept = {number for number in range(len(layer.memory)) if is_kept(number)}
+    assert {layer.func_names[number] for number in kept} == {"mm", "_scaled_dot_product_flash_attention_for_cpu"}
+    cheap = [speeds[number] for number in speeds.keys() - kept if layer.memory[number]]
+    assert min(cheap) > max(layer.memory[number] / layer.runtimes[number] for number in kept)

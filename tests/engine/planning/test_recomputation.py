@@ -14,7 +14,7 @@ from weft.pipeline.memory import held_along
 NONE, LAYERS = Recompute.none, Recompute.layers
 
 
-def plan_of(cap_bytes=0, kind="auto", schedule="1f1b", placement="straight"):
+def plan_of(cap_bytes=0, kind="auto", schedule="1f1b", placement="straight", bytes_per_s=1e8, settings=()):
     config = compose(
         [
             f"pipeline.schedule={schedule}",
@@ -25,9 +25,10 @@ def plan_of(cap_bytes=0, kind="auto", schedule="1f1b", placement="straight"):
             f"pipeline.memory_cap_bytes={cap_bytes}",
             f"pipeline.recompute={kind}",
             "data.sequence_length=64",
+            *settings,
         ]
     )
-    return plan_run(config, replace(facts_of(config), flops_per_s=1e10))
+    return plan_run(config, replace(facts_of(config), flops_per_s=1e10, bytes_per_s=bytes_per_s))
 
 
 def most_held(plan):
@@ -48,6 +49,22 @@ def test_auto_recomputes_on_the_ranks_of_1f1b_that_hold_too_much():
 def test_attention_is_enough_where_little_is_missing():
     held = most_held(plan_of(kind="none"))
     assert plan_of(int(0.95 * held[0])).recompute == (Recompute.attention, NONE, NONE, NONE)
+
+
+def test_auto_recomputes_elementwise_operations_where_memory_is_fast():
+    held = most_held(plan_of(kind="none"))
+    plan = plan_of(int(0.95 * held[0]), bytes_per_s=1e10)
+    assert plan.recompute == (Recompute.elementwise, NONE, NONE, NONE)
+    assert max(most_held(plan)) <= 0.95 * held[0]
+    assert "backwards recompute elementwise of stages 0" in plan.summary()
+    slower = [plan_of(int(0.95 * held[0]), kind, bytes_per_s=1e10).step_s for kind in ("attention", "layers")]
+    assert plan.step_s < min(slower)
+
+
+def test_auto_leaves_elementwise_operations_to_fused_kernels():
+    held = most_held(plan_of(kind="none"))
+    plan = plan_of(int(0.95 * held[0]), bytes_per_s=1e10, settings=["model.kernels=fused"])
+    assert plan.recompute == (Recompute.attention, NONE, NONE, NONE)
 
 
 @pytest.mark.parametrize("placement", ["straight", "fold"])

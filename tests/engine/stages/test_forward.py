@@ -24,8 +24,8 @@ from weft.engine.stages.files.loading import check_model_fits, load_hf_config
 def check(config, count, *, dtype=torch.float32, packed=False, masked=False, typed=False, again=Recompute.none):
     reference = whole(config, dtype=dtype)
     stages = stages_of(config, count, dtype=dtype)
-    for model in (reference, *(stage.hf_model for stage in stages)):
-        recompute(model, again)
+    for stage in stages:
+        recompute(stage.hf_model, again)
     data = batch(packed=packed)
     if masked:
         data["attention_mask"] = torch.ones_like(data["input_ids"])
@@ -106,6 +106,11 @@ def test_token_types():
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "gpt2", "mixtral"])
 def test_bf16_with_checkpointing(arch):
     check(tiny(arch), 2, dtype=torch.bfloat16, again=Recompute.layers)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_recomputed_elementwise_operations_with_documents(arch):
+    check(tiny(arch), 2, packed=True, again=Recompute.elementwise)
 
 
 @pytest.mark.parametrize("targets", [[], ["q_proj", "down_proj"], ["all-linear"]])

@@ -11,7 +11,7 @@ def special(
     zero: int,
     optimizer: str = "adamw",
     reduce_every: int = 0,
-    checkpointed: bool = False,
+    recompute: str = "none",
     travel: str = "fp32",
     whole: int = 0,
     chunked: bool = False,
@@ -20,7 +20,7 @@ def special(
     """Small buckets, so that stages hold many buckets."""
     config = tiny_config(zero=zero, layers=4, **keywords)
     config.zero.reduce_bucket_size = 3000
-    config.pipeline.recompute = Recompute.layers if checkpointed else Recompute.none
+    config.pipeline.recompute = Recompute[recompute]
     if chunked:
         config.model.chunked_loss, config.model.loss_chunk_mb = ChunkedLoss.always, 1e-3
     config.zero.reduce_every = reduce_every
@@ -41,8 +41,9 @@ SPECIAL = {
     "lamb, whole": special(0, "lamb", stages=2),
     "loss in chunks": special(3, chunked=True, stages=2, schedule="w", placement="fold"),
     "tied on a rank, checkpointed": special(
-        3, checkpointed=True, stages=2, schedule="auto", placement="fold", tied=True
+        3, recompute="layers", stages=2, schedule="auto", placement="fold", tied=True
     ),
+    "element-wise operations again": special(3, recompute="elementwise", stages=2, schedule="zbv", placement="fold"),
 }
 
 
