@@ -155,7 +155,7 @@ def probe_both(
     mine = replace(mine, opposed_bps=meter.rate_bps(connections, time_factor=_OPPOSED_TIME_FACTOR))
     endpoint.use(peer, connections)
     _send_profile(endpoint, peer, mine)
-    return mine, _profile(json.loads(bytes(theirs.wait().numpy()).decode()))
+    return mine, _profile(json.loads(bytes(theirs.wait().tolist())))
 
 
 def _expect_profile(endpoint: WanEndpoint, peer: int) -> Handle:

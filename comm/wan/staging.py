@@ -159,6 +159,8 @@ class CudaStaging:
     def outward(self, tensor: Tensor, submit: Callable[[Tensor], list[int]]) -> Future[list[int]]:
         """Copy after the current stream's queued work. A thread calls ``submit`` when the copy is complete."""
         tensor = tensor.contiguous()
+        if not tensor.is_cuda:  # such as a probe's
+            return self._waiter.submit(submit, tensor)
         host = self.receive_buffer(TensorSpec(tuple(tensor.shape), tensor.dtype))
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         copied = torch.cuda.Event(blocking=True)
