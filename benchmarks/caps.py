@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.memory import QUICKSTART, random_batches, recorded_messages
+from benchmarks.memory import QUICKSTART, random_batches, recorded_tensors
 from benchmarks.results import finish, parse, show
 from weft.conf.compose import compose
 from weft.pipeline.action import Action, Op
@@ -78,7 +78,7 @@ def capped(cap_bytes: int, settings: tuple[str, ...], steps: int = STEPS, *, emu
     config = compose([*QUICKSTART, *COMMON, f"pipeline.memory_cap_bytes={cap_bytes}", *settings])
     speed = patch.object(gathering, "usable_flops", lambda *_: (FLOPS_PER_S, "given"))
     on_host = patch.object(offload, "host_buffer", _unrecorded)
-    with speed, on_host, recorded_messages():
+    with speed, on_host, recorded_tensors():
         peak = TensorPeak()
         engine, *_ = initialize(config=config)
         if emulated:
