@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -27,18 +26,26 @@ from benchmarks.serving.served_model import write_model
 from benchmarks.serving.servers import stock_server, until_ready, weft_server
 from benchmarks.serving.training import Training, settings, train
 from benchmarks.serving.watch import Watch, Windows
+from weft.comm.key import VARIABLE
+from weft.conf.host.processes import free_port
 from weft.inference.board.layout import boards_folder
 from weft.inference.model_sizes import model_bytes
 from weft.inference.worker.command import workers_of
 from weft.inference.worker.vllm_weights import FOLDER_VARIABLE
 from weft.recipes.serving.scoring import Scorer, likelihoods_of, with_weights
 from weft.tools.netbed import NetBed, Topology
-from weft.tools.ranks import run_ranks
+from weft.tools.ranks import run_ranks, run_with
 
 NUM_RANKS, MICROBATCHES = 4, 4
 SERVED = (0, 3)
 """Ranks with a worker: the first, whose bubble is in the middle, and the last, whose is at the end. A worker of two
 stages spans them, one of four stages all ranks."""
+ONE_GPU = (
+    "cluster=two_sites",
+    "cluster.sites=[{name: east, ranks: 1}, {name: west, ranks: 1}]",
+    "cluster.links=[{sites: [east, west], latency_ms: 0.1, bandwidth_mbps: 50000}]",
+)
+"""Two ranks on one GPU, where NCCL refuses to connect them, talk like ranks at two sites."""
 LONGEST_PROMPT, LONGEST_DOCUMENT = 2048, 512
 AGAIN = "again"
 """Folder of a copy of the workers' weights."""
@@ -66,9 +73,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--real", action="store_true", help="real compute on shared cores, instead of emulated on one")
     parser.add_argument("--wan", action="store_true", help="two ranks at each of two sites of cluster=two_sites")
     parser.add_argument("--schedule", default="1f1b", help="of the training step")
+    parser.add_argument(
+        "--gpu", action="store_true", help="a real pipeline of two ranks and a worker, all on the first GPU"
+    )
+    parser.add_argument("--shape", nargs="*", default=(), help="settings of the real model")
     args = parse(parser, argv)
     if args.evaluate is not None and (args.evaluate < 1 or args.stages > 1):
         raise ValueError(f"--evaluate={args.evaluate} --stages={args.stages}: give a number above 0, and one stage")
+    args.real = args.real or args.gpu
+    if args.gpu and (args.wan or args.stages > 1):
+        raise ValueError("--gpu: has two ranks and one worker; leave out --wan and --stages")
     over_s = args.rounds * args.window
     trace = [] if args.evaluate else read_trace(args.trace, args.requests, most_tokens=LONGEST_PROMPT, over_s=over_s)
     with tempfile.TemporaryDirectory(prefix="weft-bubbles-") as folder:
@@ -78,14 +92,19 @@ def main(argv: Sequence[str]) -> int:
 class _Bench:
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args, self.folder = args, folder
+        self.num_ranks, served = (2, SERVED[:1]) if args.gpu else (NUM_RANKS, SERVED)
         self.config = settings(
-            f"bubbles-{os.getpid()}", ranks=NUM_RANKS, microbatches=MICROBATCHES, schedule=args.schedule, wan=args.wan
+            f"bubbles-{os.getpid()}",
+            ranks=self.num_ranks,
+            microbatches=MICROBATCHES,
+            schedule=args.schedule,
+            sites=ONE_GPU if args.gpu else ["cluster=two_sites"] if args.wan else [],
         )
         prefill = self.config.inference.prefill
         prefill.model, prefill.python = str(folder / "model"), args.python
         prefill.cost_dir, prefill.stages = str(folder / "costs"), args.stages
         prefill.yield_cores = args.real  # otherwise training has a core of its own
-        prefill.ranks = list(range(NUM_RANKS)) if args.stages > len(SERVED) else list(SERVED)
+        prefill.ranks = list(range(NUM_RANKS)) if args.stages > len(SERVED) else list(served)
         self.workers = workers_of(self.config)
         self.urls = [f"http://127.0.0.1:{worker.port}" for worker in self.workers]
         self.key = secrets.token_hex(8)
@@ -93,7 +112,7 @@ class _Bench:
         apart = not args.real and len(cores) > 1
         self.training_cores = (cores[0],) if apart else ()
         self.serving_cores = cores[1:] if apart else cores
-        self.training = Training(self.config, args.real, folder, self.training_cores)
+        self.training = Training(self.config, args.real, folder, self.training_cores, tuple(args.shape))
         self.windows = Windows()
         self.answers: list[Answer] = []
         self.asked: list[tuple[list[Request], int]] = []
@@ -108,9 +127,8 @@ class _Bench:
         serving = weft_server(self.config, "--trace", str(self.folder), key=self.key)
         with self._bed() as bed, serving as serve:
             until_ready(self.urls, serve)
-            start = partial(run_ranks_in, bed, bed.nodes) if bed else partial(run_ranks, NUM_RANKS)
             with ThreadPoolExecutor(1) as threads:
-                ranks = threads.submit(start, train, self.training, timeout_s=RUN_S)
+                ranks = threads.submit(self._run_ranks, bed)
                 watch = Watch(self.workers)
                 try:
                     self.memory = self._memory()
@@ -121,6 +139,16 @@ class _Bench:
                 ranks.result()
             same = self._compare() if self.args.stages > 1 else {}
             return self._report(watch, same)
+
+    def _run_ranks(self, bed: NetBed | None) -> None:
+        if bed is not None:
+            run_ranks_in(bed, bed.nodes, train, self.training, timeout_s=RUN_S)
+        elif self.args.gpu:
+            os.environ.update({"DS_ACCELERATOR": "cuda", VARIABLE: secrets.token_hex(32)})
+            here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_RANK": "0"}
+            run_with([here] * self.num_ranks, train, [self.training], timeout_s=RUN_S)
+        else:
+            run_ranks(self.num_ranks, train, self.training, timeout_s=RUN_S)
 
     def _memory(self) -> dict[str, dict[str, float]]:
         """Return the bytes of weights and KV cache of each stage, as its worker has logged them, and of all."""

@@ -12,6 +12,7 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 
@@ -31,6 +32,7 @@ class Item:
         name: name of the output file.
         shows: what the command demonstrates.
         command: arguments; the first is a program, or a module of this Python after ``-m``.
+        needs: a package without which the item is left out.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Item:
     command: tuple[str, ...]
     num_gpus: int = 1
     limit_s: float = 60.0
+    needs: str = ""
 
 
 WEFT = ("-m", "weft.tools.cli")
@@ -72,16 +75,19 @@ def items(out: Path, *, emulated: bool = False) -> tuple[Item, ...]:
         command = (*WEFT, *QUICKSTART, f"cluster.ranks={ranks}", f"train.name={name}", *settings, folder)
         return Item(name, shows, command, ranks, limit_s)
 
-    def model(name: str, shows: str, width: int, inner: int, layers: int) -> Item:
+    def shape(width: int, inner: int, layers: int) -> tuple[str, ...]:
         words, tokens = 128256, 4096
         if emulated:
             width, inner, layers, words, tokens = 128, 256, 2, 8192, 128
-        shape = f"hidden_size={width} intermediate_size={inner} num_hidden_layers={layers} vocab_size={words}"
-        overrides = (f"model.overrides.{each}" for each in f"{shape} max_position_embeddings={tokens}".split())
+        sizes = f"hidden_size={width} intermediate_size={inner} num_hidden_layers={layers} vocab_size={words}"
+        heads = f"max_position_embeddings={tokens} num_attention_heads=32 num_key_value_heads=8"
+        overrides = (f"model.overrides.{each}" for each in f"{sizes} {heads}".split())
         batch = (f"data.sequence_length={tokens}", "train.microbatch_size=1", "pipeline.microbatches=4")
-        heads = ("model.overrides.num_attention_heads=32", "model.overrides.num_key_value_heads=8")
-        more = ("train.precision=bf16", "pipeline.recompute=layers", "train.max_seconds=40", "model.self_check=false")
-        return run(name, shows, 1, "pipeline.stages=1", *overrides, *heads, *batch, *more, limit_s=100.0)
+        return *overrides, *batch, "train.precision=bf16", "pipeline.recompute=layers"
+
+    def model(name: str, shows: str, width: int, inner: int, layers: int) -> Item:
+        more = ("train.max_seconds=40", "model.self_check=false")
+        return run(name, shows, 1, "pipeline.stages=1", *shape(width, inner, layers), *more, limit_s=100.0)
 
     def bench(
         name: str,
@@ -91,12 +97,15 @@ def items(out: Path, *, emulated: bool = False) -> tuple[Item, ...]:
         part: str = "",
         num_gpus: int = 0,
         limit_s: float = 60.0,
+        needs: str = "",
     ) -> Item:
         parts = ("--parts", part) if part else ()
         command = (*on, *BENCHMARKS, name, *parts, *more, "--json", str(out / f"{part or name}.json"))
-        return Item(part or name, shows, command, num_gpus, limit_s)
+        return Item(part or name, shows, command, num_gpus, limit_s, needs)
 
     of_block = "a block of a Llama-8B at 4k and 8k tokens: MFU by kernels and attention"
+    of_worker = "a vLLM worker in the bubbles of a pipeline, on one GPU: how much longer a step takes"
+    worker = ("--gpu", "--evaluate", "16", "--python", sys.executable, "--rounds", "2", "--shape", *shape(*LLAMA_1B))
     of_kernels = "its kernels and its loss, compared with torch.compile and Liger"
     cache = str(out / "cache")
     seven, seconds = (LLAMA_TINY, "2") if emulated else (LLAMA_7B, "30")
@@ -125,6 +134,7 @@ def items(out: Path, *, emulated: bool = False) -> tuple[Item, ...]:
         run("one", "a run on one GPU", 1, "pipeline.stages=1"),
         Item("links", "how the GPUs are joined", ("nvidia-smi", "topo", "-m"), 0, 10.0),
         Item("software", "torch, CUDA, NCCL", ("-m", "torch.utils.collect_env"), 0, 30.0),
+        bench("bubbles", of_worker, *worker, num_gpus=1, limit_s=200.0, needs="vllm"),
         bench("engines", "a step over its simulation, on this machine's processor", *engines, limit_s=200.0),
     )
 
@@ -169,6 +179,8 @@ def _run(item: Item, out: Path, limit_s: float, num_gpus: int, env: Mapping[str,
     """
     if item.num_gpus > num_gpus:
         return f"left out: needs {item.num_gpus} GPUs, this machine has {num_gpus}", None
+    if item.needs and find_spec(item.needs) is None:
+        return f"left out: {item.needs} is not installed", None
     if limit_s < min(LEAST_S, item.limit_s):
         return "left out: no time is left", None
     command = [sys.executable, *item.command] if item.command[0] == "-m" else list(item.command)

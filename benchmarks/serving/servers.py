@@ -66,6 +66,7 @@ def stock_server(config: WeftConfig, port: int, log: Path) -> Iterator[subproces
 
 @contextlib.contextmanager
 def _running(words: Sequence[str], env: dict[str, str], out: object = None) -> Iterator[subprocess.Popen]:
+    env.pop("WEFT_EMULATED_GPUS", None)  # which only training has
     process = subprocess.Popen(words, env=env, stdout=out, stderr=out)  # type: ignore[call-overload]
     try:
         yield process

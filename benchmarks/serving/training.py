@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import repeat
@@ -35,12 +36,14 @@ class Training:
         real: train the quickstart's model instead of emulated layers.
         folder: receives rank 0's step times; a file named ``stop`` there ends the run.
         cores: cores that the ranks may use; empty is all.
+        shape: settings of the real model, besides those of the quickstart.
     """
 
     config: WeftConfig
     real: bool
     folder: Path
     cores: tuple[int, ...]
+    shape: tuple[str, ...] = ()
 
     @property
     def stop(self) -> Path:
@@ -57,9 +60,13 @@ class Training:
         return [(float(begin), float(end)) for begin, end in map(str.split, self.steps_file.read_text().splitlines())]
 
 
-def settings(name: str, *, ranks: int, microbatches: int, schedule: str, wan: bool) -> WeftConfig:
-    """Return a pipeline that publishes its bubbles, with all ranks on one site or on two sites joined by a WAN."""
-    given = ["cluster=two_sites"] if wan else []
+def settings(name: str, *, ranks: int, microbatches: int, schedule: str, sites: Sequence[str] = ()) -> WeftConfig:
+    """Return a pipeline that publishes its bubbles.
+
+    Args:
+        sites: settings of two sites. Empty: all ranks are on one site.
+    """
+    given = sites
     config = load([*given, f"cluster.ranks={ranks}", f"pipeline.stages={ranks}"])
     config.train.name, config.pipeline.schedule = name, ScheduleKind[schedule]
     config.pipeline.microbatches = microbatches
@@ -72,7 +79,7 @@ def train(training: Training) -> None:
     if training.cores:
         os.sched_setaffinity(0, training.cores)
     with real_time() if training.cores else nullcontext():
-        _train(training, _real(training.config) if training.real else _emulated(training.config))
+        _train(training, _real(training) if training.real else _emulated(training.config))
 
 
 def _train(training: Training, engine: WeftEngine) -> None:
@@ -106,10 +113,12 @@ def _emulated(config: WeftConfig) -> WeftEngine:
     return emulated_engine(case, config)
 
 
-def _real(config: WeftConfig) -> WeftEngine:
+def _real(training: Training) -> WeftEngine:
     from weft.engine.initialize import initialize
 
-    quick = load(["recipe=quickstart", f"train.name={config.train.name}"])
+    config = training.config
+    stages = f"pipeline.stages={config.pipeline.stages}"
+    quick = load(["recipe=quickstart", f"train.name={config.train.name}", stages, *training.shape])
     quick.inference, quick.cluster, quick.model.self_check = config.inference, config.cluster, False
     quick.pipeline.schedule = config.pipeline.schedule
     quick.model.overrides.setdefault("vocab_size", VOCABULARY)

@@ -30,6 +30,7 @@ def test_every_item_is_accounted_for(tmp_path, monkeypatch, capsys):
         Item("bad", "that it fails", ("-m", "weft.tools.cli", "nothing"), 0),
         Item("gone", "a program that is not here", ("no-such-program",), 0),
         Item("many", "more than there is", ("-m", "this"), 1000),
+        Item("bare", "what another package does", ("-m", "this"), 0, needs="no_such_package"),
     )
     monkeypatch.setattr(gpu_report, "items", lambda out, **_: made)
     out = tmp_path / "found"
@@ -38,7 +39,7 @@ def test_every_item_is_accounted_for(tmp_path, monkeypatch, capsys):
     assert "| good | that it goes well | passed after" in text and "Namespaces are" in text
     assert "| bad | that it fails | FAILED with 2" in text and "there is no command 'nothing'" in text
     assert "left out: there is no no-such-program here" in text
-    assert "left out: needs 1000 GPUs" in text
+    assert "left out: needs 1000 GPUs" in text and "left out: no_such_package is not installed" in text
     with tarfile.open(f"{out}.tar.gz") as tar:
         assert {"found/report.md", "found/good.txt"} <= set(tar.getnames())
     assert capsys.readouterr().out.count("\n") == len(made) + 1
