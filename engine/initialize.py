@@ -243,14 +243,9 @@ def build_engine(
     together(lambda: _check_state(config, given.get("optimizer")))
     hf_config = together(lambda: load_hf_config(config.model) if model is None else hf_model(model).config)
     model_config = model_settings(hf_config, getattr(model, "peft_config", {}))
-    if model is not None:
-        together(lambda: require_adapters_in_layers(model))
-    if config.zero.stage:
-        together(lambda: refuse_skipped_layers(hf_config, hf_config.model_type))
+    together(lambda: _check_model(config, hf_config, model))
     teacher = together(lambda: _open_teacher(config, hf_config, objective)) if config.distill.enabled else None
     objective = objective if teacher is None else teacher.objective
-    if config.model.kernels is Kernels.fused:
-        together(lambda: require_kernels(config_skeleton(hf_config) if model is None else hf_model(model)))
     base = from_rank_zero(lambda: folder_fingerprint(config.model) if model is None else model_fingerprint(model))
     done("fingerprint")
     facts = facts_of_ranks(
@@ -259,14 +254,8 @@ def build_engine(
     done("facts")
     placement = known_to_any(kept, "placement", (config, facts), lambda: settle_placement(config, facts), Placement)
     done("placement")
-    if config.model.self_check and placement.num_stages > 1:
-        checked = hf_config if model is None else model
-        tried = {"own_loss": objective is None, "chunks": config.model.chunked_loss is not ChunkedLoss.never}
-        together(lambda: self_check(checked, **tried) if dist.get_rank() == 0 else None)
-    if config.model.self_check and config.distill.enabled:
-        together(lambda: check_streamed_teacher(config) if dist.get_rank() == 0 else None)
-    divided = hf_config if model is None else model
-    together(lambda: require_axes(config, divided, facts.exchange) if dist.get_rank() == 0 else None)
+    cut, own_loss = hf_config if model is None else model, objective is None
+    together(lambda: _check_cut(config, cut, facts, placement, own_loss=own_loss) if dist.get_rank() == 0 else None)
     done("self-check")
     run = PreparedRun.open(config, facts, placement, device, attempt)
     done("plan")
@@ -286,6 +275,27 @@ def build_engine(
     engine.origin = Origin(base, path, model_config | shown)
     engine.groups = [group for group in process_groups() if group not in earlier]
     return engine
+
+
+def _check_model(config: WeftConfig, hf_config: PreTrainedConfig, model: nn.Module | None) -> None:
+    """Check a model before it is planned. Raise ValueError if a setting does not suit it."""
+    if model is not None:
+        require_adapters_in_layers(model)
+    if config.zero.stage:
+        refuse_skipped_layers(hf_config, hf_config.model_type)
+    if config.model.kernels is Kernels.fused:
+        require_kernels(config_skeleton(hf_config) if model is None else hf_model(model))
+
+
+def _check_cut(
+    config: WeftConfig, model: PreTrainedConfig | nn.Module, facts: Facts, placement: Placement, *, own_loss: bool
+) -> None:
+    """Compare small copies of the model, in parts and whole. Raise ValueError if an axis or a stage cannot cut it."""
+    if config.model.self_check and placement.num_stages > 1:
+        self_check(model, own_loss=own_loss, chunks=config.model.chunked_loss is not ChunkedLoss.never)
+    if config.model.self_check and config.distill.enabled:
+        check_streamed_teacher(config)
+    require_axes(config, model, facts.exchange)
 
 
 def check_streamed_teacher(config: WeftConfig) -> None:
