@@ -4,13 +4,14 @@ killed."""
 import asyncio
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import httpx
+
+from weft.conf.host.processes import free_port
 
 KEY = "the key of this test"
 DEADLINE_S = 4.0
@@ -21,16 +22,10 @@ TAKE_OVER_S = 8.0
 """In which what a killed controller had accepted counts no longer: `inference.controller.probe_s`, on a busy host."""
 
 
-def free_ports(count):
-    with contextlib.ExitStack() as sockets:
-        listeners = [sockets.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [listener.getsockname()[1] for listener in listeners]
-
-
 @contextlib.contextmanager
 def servers(folder):
     """The processes of two controllers, their ports, and their worker's URL."""
-    worker, *ports = free_ports(3)
+    worker, *ports = (free_port() for _ in range(3))
     clients = folder / "clients.yaml"
     clients.write_text(f"alice: {{key: alice, at_once: {AT_ONCE}}}\n")
     clients.chmod(0o600)

@@ -2,16 +2,15 @@
 
 import json
 import re
-import socket
 import urllib.request
 from pathlib import Path
 
+from weft.conf.host.processes import free_port
 from weft.tools.watch.prometheus import Exporter
 
 
 def served(folder):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     links = {0: {"links": [{"peer": 3, "retransmissions": 7}, 5, {"peer": 4, "broken": "x"}]}}
     Exporter(folder, port).update({0: (4, 0.5)}, links)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
