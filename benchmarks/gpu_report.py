@@ -75,19 +75,11 @@ def items(out: Path, *, emulated: bool = False) -> tuple[Item, ...]:
         command = (*WEFT, *QUICKSTART, f"cluster.ranks={ranks}", f"train.name={name}", *settings, folder)
         return Item(name, shows, command, ranks, limit_s)
 
-    def shape(width: int, inner: int, layers: int) -> tuple[str, ...]:
-        words, tokens = 128256, 4096
-        if emulated:
-            width, inner, layers, words, tokens = 128, 256, 2, 8192, 128
-        sizes = f"hidden_size={width} intermediate_size={inner} num_hidden_layers={layers} vocab_size={words}"
-        heads = f"max_position_embeddings={tokens} num_attention_heads=32 num_key_value_heads=8"
-        overrides = (f"model.overrides.{each}" for each in f"{sizes} {heads}".split())
-        batch = (f"data.sequence_length={tokens}", "train.microbatch_size=1", "pipeline.microbatches=4")
-        return *overrides, *batch, "train.precision=bf16", "pipeline.recompute=layers"
-
     def model(name: str, shows: str, width: int, inner: int, layers: int) -> Item:
         more = ("train.max_seconds=40", "model.self_check=false")
-        return run(name, shows, 1, "pipeline.stages=1", *shape(width, inner, layers), *more, limit_s=100.0)
+        return run(
+            name, shows, 1, "pipeline.stages=1", *_llama(width, inner, layers, emulated=emulated), *more, limit_s=100.0
+        )
 
     def bench(
         name: str,
@@ -105,7 +97,8 @@ def items(out: Path, *, emulated: bool = False) -> tuple[Item, ...]:
 
     of_block = "a block of a Llama-8B at 4k and 8k tokens: MFU by kernels and attention"
     of_worker = "a vLLM worker in the bubbles of a pipeline, on one GPU: how much longer a step takes"
-    worker = ("--gpu", "--evaluate", "16", "--python", sys.executable, "--rounds", "2", "--shape", *shape(*LLAMA_1B))
+    scores = ("--gpu", "--evaluate", "16", "--python", sys.executable, "--rounds", "2")
+    worker = (*scores, "--shape", *_llama(*LLAMA_1B, emulated=emulated))
     of_kernels = "its kernels and its loss, compared with torch.compile and Liger"
     cache = str(out / "cache")
     seven, seconds = (LLAMA_TINY, "2") if emulated else (LLAMA_7B, "30")
@@ -137,6 +130,18 @@ def items(out: Path, *, emulated: bool = False) -> tuple[Item, ...]:
         bench("bubbles", of_worker, *worker, num_gpus=1, limit_s=200.0, needs="vllm"),
         bench("engines", "a step over its simulation, on this machine's processor", *engines, limit_s=200.0),
     )
+
+
+def _llama(width: int, inner: int, layers: int, *, emulated: bool) -> tuple[str, ...]:
+    """Return the settings of a Llama that one GPU trains, or of a small one."""
+    words, tokens = 128256, 4096
+    if emulated:
+        width, inner, layers, words, tokens = 128, 256, 2, 8192, 128
+    sizes = f"hidden_size={width} intermediate_size={inner} num_hidden_layers={layers} vocab_size={words}"
+    heads = f"max_position_embeddings={tokens} num_attention_heads=32 num_key_value_heads=8"
+    overrides = (f"model.overrides.{each}" for each in f"{sizes} {heads}".split())
+    batch = (f"data.sequence_length={tokens}", "train.microbatch_size=1", "pipeline.microbatches=4")
+    return *overrides, *batch, "train.precision=bf16", "pipeline.recompute=layers"
 
 
 def write_report(argv: Sequence[str]) -> int:

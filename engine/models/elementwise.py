@@ -295,10 +295,6 @@ class _Saved(torch.autograd.Function):
         ctx.slots = slots
         return anchor.detach()
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # no graph leads here
-        raise NotImplementedError
-
 
 def recompute_elementwise(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run ``forward`` of a layer, whose backward computes the element-wise operations again."""

@@ -161,13 +161,7 @@ def _known_facts(
         sources["stage_costs"] = sources["stage_pairs"] = f"given by pipeline.costs_file={config.pipeline.costs_file}"
     else:
         flops, sources["flops_per_s"] = usable_flops(machine.device, machine.threads, devices_cache(config), run)
-    host_bps = inf
-    if config.pipeline.offload:
-        host_bps, sources["host_bps"] = _host_bps(config, machine)
-    bytes_per_s = inf
-    if config.pipeline.recompute in (Recompute.elementwise, Recompute.auto):
-        bytes_per_s = usable_memory(machine.device, machine.threads, devices_cache(config))
-        sources["bytes_per_s"] = "by the data sheet, or a copy on this machine"
+    bytes_per_s, host_bps = _memory_speeds(config, machine, sources)
     trained = hf_config if model is None else model
     work, sources["work"] = _traced(config, hf_config, trained)
     facts = Facts(
@@ -226,6 +220,17 @@ def _constant_sources(config: WeftConfig, hf_config: PreTrainedConfig, machine: 
         "run": "named by the configuration",
         "links": "given by cluster.links",
     }
+
+
+def _memory_speeds(config: WeftConfig, machine: _Machine, sources: dict[str, str]) -> tuple[float, float]:
+    """Return the bytes per second of memory and of copies to the host, or infinity where no plan needs them."""
+    bytes_per_s = host_bps = inf
+    if config.pipeline.offload:
+        host_bps, sources["host_bps"] = _host_bps(config, machine)
+    if config.pipeline.recompute in (Recompute.elementwise, Recompute.auto):
+        bytes_per_s = usable_memory(machine.device, machine.threads, devices_cache(config))
+        sources["bytes_per_s"] = "by the data sheet, or a copy on this machine"
+    return bytes_per_s, host_bps
 
 
 def _host_bps(config: WeftConfig, machine: _Machine) -> tuple[float, str]:

@@ -48,7 +48,7 @@ WHOLE_BUFFERS = 2 * BUCKET * 4
             memory(3, param_persistence_threshold=0, microbatches=1),
             (2 * (SHARE + 200), 4 * (SHARE + 200), 12 * SHARE, 2 * BLOCK * 4),
         ),
-        # What stays whole, where every parameter is small enough to, has no shard besides.
+        # Parameters that are small enough stay whole, and have no shard.
         (
             memory(3, param_persistence_threshold=BLOCK + 1, model_persistence_threshold=70),
             (2 * (SHARE * (N - 70) / N + 270), 4 * N, 12 * SHARE, 2 * BLOCK * 4),
