@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.netbed.ranks import run_ranks_in
+from benchmarks.peers.on_one_gpu import TWO_SITES, run_on_one_gpu
 from benchmarks.results import finish, parse
 from benchmarks.serving.figures import steps_within
 from benchmarks.serving.report import Findings, prefills_of, report_serving
@@ -26,26 +27,18 @@ from benchmarks.serving.served_model import write_model
 from benchmarks.serving.servers import stock_server, until_ready, weft_server
 from benchmarks.serving.training import Training, settings, train
 from benchmarks.serving.watch import Watch, Windows
-from weft.comm.key import VARIABLE
-from weft.conf.host.processes import free_port
 from weft.inference.board.layout import boards_folder
 from weft.inference.model_sizes import model_bytes
 from weft.inference.worker.command import workers_of
 from weft.inference.worker.vllm_weights import FOLDER_VARIABLE
 from weft.recipes.serving.scoring import Scorer, likelihoods_of, with_weights
 from weft.tools.netbed import NetBed, Topology
-from weft.tools.ranks import run_ranks, run_with
+from weft.tools.ranks import run_ranks
 
 NUM_RANKS, MICROBATCHES = 4, 4
 SERVED = (0, 3)
 """Ranks with a worker: the first, whose bubble is in the middle, and the last, whose is at the end. A worker of two
 stages spans them, one of four stages all ranks."""
-ONE_GPU = (
-    "cluster=two_sites",
-    "cluster.sites=[{name: east, ranks: 1}, {name: west, ranks: 1}]",
-    "cluster.links=[{sites: [east, west], latency_ms: 0.1, bandwidth_mbps: 50000}]",
-)
-"""Two ranks on one GPU, where NCCL refuses to connect them, talk like ranks at two sites."""
 LONGEST_PROMPT, LONGEST_DOCUMENT = 2048, 512
 AGAIN = "again"
 """Folder of a copy of the workers' weights."""
@@ -98,7 +91,7 @@ class _Bench:
             ranks=self.num_ranks,
             microbatches=MICROBATCHES,
             schedule=args.schedule,
-            sites=ONE_GPU if args.gpu else ["cluster=two_sites"] if args.wan else [],
+            sites=TWO_SITES if args.gpu else ["cluster=two_sites"] if args.wan else [],
         )
         prefill = self.config.inference.prefill
         prefill.model, prefill.python = str(folder / "model"), args.python
@@ -144,9 +137,7 @@ class _Bench:
         if bed is not None:
             run_ranks_in(bed, bed.nodes, train, self.training, timeout_s=RUN_S)
         elif self.args.gpu:
-            os.environ.update({"DS_ACCELERATOR": "cuda", VARIABLE: secrets.token_hex(32)})
-            here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_RANK": "0"}
-            run_with([here] * self.num_ranks, train, [self.training], timeout_s=RUN_S)
+            run_on_one_gpu(self.num_ranks, train, self.training, timeout_s=RUN_S)
         else:
             run_ranks(self.num_ranks, train, self.training, timeout_s=RUN_S)
 

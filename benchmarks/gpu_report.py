@@ -99,6 +99,7 @@ def items(out: Path, *, emulated: bool = False) -> tuple[Item, ...]:
     of_worker = "a vLLM worker in the bubbles of a pipeline, on one GPU: how much longer a step takes"
     scores = ("--gpu", "--evaluate", "16", "--python", sys.executable, "--rounds", "2")
     worker = (*scores, "--shape", *_llama(*LLAMA_1B, emulated=emulated))
+    of_strands = "strand pairs of two ranks on one GPU: their step over the same step without pairs"
     of_kernels = "its kernels and its loss, compared with torch.compile and Liger"
     cache = str(out / "cache")
     seven, seconds = (LLAMA_TINY, "2") if emulated else (LLAMA_7B, "30")
@@ -128,6 +129,7 @@ def items(out: Path, *, emulated: bool = False) -> tuple[Item, ...]:
         Item("links", "how the GPUs are joined", ("nvidia-smi", "topo", "-m"), 0, 10.0),
         Item("software", "torch, CUDA, NCCL", ("-m", "torch.utils.collect_env"), 0, 30.0),
         bench("bubbles", of_worker, *worker, num_gpus=1, limit_s=200.0, needs="vllm"),
+        bench("strands", of_strands, "--shape", *_llama(*LLAMA_1B, emulated=emulated), num_gpus=1, limit_s=100.0),
         bench("engines", "a step over its simulation, on this machine's processor", *engines, limit_s=200.0),
     )
 

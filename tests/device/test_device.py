@@ -156,6 +156,13 @@ def test_ranks_at_two_sites_train_on_devices_like_on_cpus():
         assert not found["races"] and not found["errors"] and not found["contexts"]
 
 
+def test_strand_pairs_of_two_ranks_give_what_their_halves_give():
+    shape = ["train.precision=bf16", "pipeline.recompute=layers", "data.sequence_length=64"]
+    for found in run_on_devices(2, uses.strand_pairs, shape, timeout_s=60.0, first_device=0):
+        assert len(set(map(tuple, found["values"]))) == 1, found["values"]
+        assert not found["races"] and not found["errors"] and not found["contexts"]
+
+
 def test_the_number_of_events_does_not_grow_with_steps():
     (runs,) = run_on_devices(1, training.train, [{"stages": 1, "layers": 2, "microbatches": 2}], 13)
     assert len(set(runs[0].events[-4:])) == 1, runs[0].events

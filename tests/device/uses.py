@@ -253,3 +253,13 @@ def over_sites(cases: list[dict[str, Any]], steps: int) -> dict[str, Any]:
         found = {"losses": [weft_losses(config, steps) for config in configs]}
     torch.cuda.synchronize()
     return found | {kind: dict(cuda.observed(kind)) for kind in ("races", "errors", "contexts")}
+
+
+def strand_pairs(shape: list[str]) -> dict[str, Any]:
+    """Return losses and gradient norms of two ranks' steps without and with pairs, and what the device observed."""
+    from benchmarks.strands import compare  # needs the feature emulation, without which these are collected
+
+    cuda.lag(other_ms=1.0)
+    values = compare(1, shape)["values"]
+    torch.cuda.synchronize()
+    return {"values": values} | {kind: dict(cuda.observed(kind)) for kind in ("races", "errors", "contexts")}
