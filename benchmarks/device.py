@@ -59,6 +59,8 @@ LAYOUTS = (
     (2, ("pipeline.stages=2", "pipeline.schedule=interleaved", "train.precision=bf16")),
     (2, ("pipeline.stages=2", "pipeline.schedule=w", "pipeline.recompute=layers")),
     (2, ("pipeline.stages=2", "pipeline.schedule=zbv", "train.precision=fp16")),
+    (2, ("pipeline.stages=2", "pipeline.schedule=1f1b", "pipeline.recompute=elementwise")),
+    (2, ("pipeline.stages=2", "pipeline.schedule=zbv", "pipeline.recompute=elementwise")),
     (2, (*_OFFLOADS, "pipeline.schedule=auto", "pipeline.memory_cap_bytes=40000000")),
     (4, ("pipeline.stages=2", "pipeline.schedule=dualpipev", "zero.stage=1", "train.precision=bf16")),
     (4, ("pipeline.stages=2", "pipeline.schedule=auto", "zero.stage=2", "pipeline.recompute=attention")),

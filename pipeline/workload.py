@@ -305,10 +305,14 @@ class ModelWork:
         elif part.logits:
             saved += (division.tensor - 1) * self.message_bytes  # the head's input is gathered
         if division.recomputes_layers:
-            results = part.results_bytes if division.recompute is Recompute.elementwise else 0.0
-            return division.of_rank(saved + num_layers * self.message_bytes + part.unrecomputed_bytes + results)
+            kept = part.unrecomputed_bytes + self._kept(part, division)
+            return division.of_rank(saved + num_layers * self.message_bytes + kept)
         saved -= part.attention_bytes if division.recompute is Recompute.attention else 0.0
         return division.of_rank(saved + part.activation_bytes + num_layers * self._gathered_bytes(division))
+
+    def _kept(self, part: LayerWork, division: Division) -> float:
+        """Return the bytes per sequence of results that a recomputation of layers uses again."""
+        return part.results_bytes if division.recompute is Recompute.elementwise else 0.0
 
     def loss_in_chunks(self, division: Division) -> bool:
         """True if the loss of a micro-batch is computed in chunks, because its logits take more bytes than a chunk."""
@@ -325,7 +329,7 @@ class ModelWork:
         of_head = chunk + head if head else 0.0
         again = 0.0
         if division.recomputes_layers:
-            again = (part.activation_bytes - part.unrecomputed_bytes) / max(1, num_layers)
+            again = (part.activation_bytes - part.unrecomputed_bytes - self._kept(part, division)) / max(1, num_layers)
             again += self._gathered_bytes(division)
         elif division.recompute is Recompute.attention:
             again = part.attention_bytes / max(1, num_layers)
