@@ -65,6 +65,9 @@ LAYOUTS = (
     (4, ("pipeline.stages=2", "pipeline.schedule=dualpipev", "zero.stage=1", "train.precision=bf16")),
     (4, ("pipeline.stages=2", "pipeline.schedule=auto", "zero.stage=2", "pipeline.recompute=attention")),
     (4, ("pipeline.stages=2", "pipeline.schedule=zbv", "zero.stage=3")),
+    (4, ("pipeline.stages=2", "pipeline.schedule=w", "zero.stage=3")),
+    (4, ("pipeline.stages=2", "pipeline.schedule=1f1b", "zero.stage=3", "train.precision=bf16")),
+    (4, ("pipeline.stages=2", "pipeline.schedule=1f1b", "zero.stage=3", "zero.reduce_every=1")),
 )
 """Numbers of ranks, and departures from the quickstart."""
 STEPS = 4

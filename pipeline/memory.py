@@ -124,6 +124,8 @@ class ZeroMemory:
     gradients: float
     optimizer: float
     buffers: float
+    gathering: float = 0.0
+    """Those of the buffers to which ZeRO-3 gathers weights while others are used."""
 
     @property
     def resident(self) -> float:
@@ -214,7 +216,7 @@ def zero_memory(
     """Return the memory of ``parameters`` weights on a rank.
 
     Sharded collectives use a staging buffer, so two buckets are counted: one in flight and one
-    being copied.
+    being copied. At stage 3 these are one of weights and one of gradients.
 
     Args:
         trained: the weights that have gradients and optimiser state; None: all, with Adam.
@@ -228,28 +230,45 @@ def zero_memory(
     share = parameters / replicas if share is None else share
     trained = trained or TrainedWeights(parameters, share, largest_block)
     blocks = min(parameters, 2 * largest_block if whole is None else whole) if replicas > 1 else parameters
-    reduced = zero.reduce_every or microbatches
     weights: float = parameters
     if zero.stage == 3 and replicas > 1:
         persists = zero.param_persistence_threshold > largest_block
         kept = min(parameters, zero.model_persistence_threshold) if persists else 0
         rest = parameters - kept  # of which a rank stores a shard besides those that are whole
         weights = kept + share * rest / max(1, parameters) + min(rest, blocks)
-    gradients = trained.count
-    if zero.stage >= 2 and replicas > 1 and reduced == 1:
-        gradients = trained.share + min(trained.count, 2 * trained.largest_block)
-    stepped = trained.share if zero.stage else trained.count
     limit = min(zero.reduce_bucket_size, zero.allgather_bucket_size)
-    bucket = min(trained.count, limit) * GRADIENT_BYTES
+    gradients: float = trained.count
+    if zero.stage >= 2 and replicas > 1:
+        gradients = _reduced_gradients(trained, zero, microbatches, limit)
+    stepped = trained.share if zero.stage else trained.count
+    buffers, gathering = 2 * min(trained.count, limit) * GRADIENT_BYTES, 0.0
     if zero.stage == 3:  # frozen weights are gathered, too
-        bucket = min(trained.count, limit, trained.largest_block) * GRADIENT_BYTES
-        bucket = max(bucket, min(parameters, limit, largest_block) * WEIGHT_BYTES[precision])
+        gathering = min(parameters, limit, largest_block) * WEIGHT_BYTES[precision]
+        buffers = gathering + min(trained.count, limit, trained.largest_block) * GRADIENT_BYTES
+    communicates = zero.stage > 0 and replicas > 1
     return ZeroMemory(
         weights=weights * WEIGHT_BYTES[precision],
         gradients=gradients * GRADIENT_BYTES,
         optimizer=stepped * (trained.state_bytes + MASTER_BYTES[precision]),
-        buffers=2 * bucket if zero.stage and replicas > 1 else 0,
+        buffers=buffers if communicates else 0.0,
+        gathering=gathering if communicates else 0.0,
     )
+
+
+def _reduced_gradients(trained: TrainedWeights, zero: ZeroConfig, microbatches: int, bucket: int) -> float:
+    """Return the number of gradients at stages 2 and 3: whole ones, and shards of sums.
+
+    A sum is added to the shard when the next reduction begins.
+    """
+    every = zero.reduce_every or microbatches
+    sums = -(-microbatches // every) - 1
+    if every > 1:
+        return trained.count + trained.share * min(2, sums)
+    blocks = 2 * trained.largest_block
+    if zero.stage == 3:
+        return trained.share + max(min(trained.count, blocks), trained.share * min(1, sums))
+    whole = min(trained.count, max(blocks, bucket))
+    return whole + trained.share * min(2, sums) if sums else min(trained.count, whole + trained.share)
 
 
 class Held(NamedTuple):

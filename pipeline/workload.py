@@ -227,14 +227,10 @@ class Working(NamedTuple):
         """The bytes of any action, if what an input gradient keeps counts as saved: it needs no more besides."""
         return max(self.forward, self.whole, self.weight)
 
-    def during(self, op: Op, gathering: float = 0.0) -> float:
-        """Return the bytes of an action, whose layers gather weights in buffers of ``gathering`` bytes.
-
-        One of two buffers is that of a reduction, which only follows weight gradients.
-        """
+    def during(self, op: Op, buffers: float = 0.0) -> float:
+        """Return the bytes of an action while weights are gathered to, or gradients reduced from, ``buffers`` bytes."""
         used = {Op.F: self.forward, Op.B: self.whole, Op.I: self.input, Op.W: self.weight}[op]
-        buffers = gathering / 2 if op is Op.I or op is Op.F else gathering
-        return max(used, self.layer + buffers) if gathering else used
+        return max(used, self.layer + buffers) if buffers else used
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from weft.conf.schema import Precision, WeftConfig
 from weft.engine.models.sizes import PartSize
-from weft.engine.planning.estimates import rank_size
+from weft.engine.planning.estimates import rank_size, stage_sizes
 from weft.engine.planning.facts import Facts
 from weft.engine.stages.cutting.split import StageSplit
 from weft.pipeline.action import COMPUTE, Action, Op, Slot
@@ -89,12 +90,24 @@ def rank_states(config: WeftConfig, facts: Facts, placement: Placement, split: S
     return found
 
 
-def gathered_bytes(config: WeftConfig, facts: Facts, split: StageSplit) -> list[float]:
-    """Return the bytes of weights that a computation of each virtual stage gathers at a time."""
+class Gathered(NamedTuple):
+    """Weights that a computation of a virtual stage gathers at a time at ZeRO-3."""
+
+    num_bytes: float = 0.0
+    is_whole: bool = True
+    """True if these are all of the stage's, so that none are gathered while it computes."""
+
+
+def gathered_weights(config: WeftConfig, facts: Facts, split: StageSplit) -> list[Gathered]:
+    """Return what each virtual stage gathers."""
     if config.zero.stage < 3 or facts.layout.data_ranks == 1:
-        return [0.0] * split.num_stages
+        return [Gathered()] * split.num_stages
     weight = WEIGHT_BYTES[config.train.precision]
-    return [weight * _gathered_weights(config, facts, split, stage) for stage in range(split.num_stages)]
+    found = []
+    for stage, size in enumerate(stage_sizes(facts.model, split)):
+        whole = _gathered_weights(config, facts, split, stage)
+        found.append(Gathered(weight * whole, size.stored(weight) <= whole))
+    return found
 
 
 def _gathered_weights(config: WeftConfig, facts: Facts, split: StageSplit, stage: int) -> float:
@@ -150,7 +163,7 @@ def rank_memory(
     ranks: Sequence[RankBytes],
     parameters: Sequence[int],
     working: Sequence[Working],
-    gathered: Sequence[float],
+    gathered: Sequence[Gathered],
 ) -> tuple[RankMemory, ...]:
     """Return the memory of each pipeline rank of a cell's first pipeline along its row.
 
@@ -160,11 +173,13 @@ def rank_memory(
         ranks: other bytes of each pipeline rank.
         parameters: number of trained weights of each virtual stage.
         working: bytes that the actions of each virtual stage need besides saved activations.
-        gathered: bytes of weights that each virtual stage gathers, see `gathered_bytes`.
+        gathered: weights that each virtual stage gathers.
     """
 
-    def during(action: Action, gathering: float) -> float:
-        needed = working[action.stage].during(action.op, gathering)
+    def during(action: Action, zero: ZeroMemory, last: Collection[Action]) -> float:
+        gathers = not gathered[action.stage].is_whole and action.op is not Op.W
+        reducing = zero.buffers - zero.gathering if action in last else 0.0
+        needed = working[action.stage].during(action.op, zero.gathering * gathers + reducing)
         # the bytes along a row have all of it while the input gradient runs
         return needed - (costs.stages[action.stage].weight_saved_bytes if action.op is Op.I else 0.0)
 
@@ -174,13 +189,14 @@ def rank_memory(
         held = single.placement.rank_stages[rank]
         saved = [entry.num_bytes for entry in held_along(row, costs)]
         sent = list(_sent_along(row, costs))
-        gathering = state.buffers if config.zero.stage == 3 else 0.0
-        counted = max(gathered[stage] for stage in held)  # among the weights of the state
+        last = _reducing(row, config.zero.reduce_every) if config.zero.stage == 3 else ()
+        counted = max(gathered[stage].num_bytes for stage in held)  # among the weights of the state
         used = [
             num_bytes
             + on_its_way
-            + max((during(action, gathering) for action in slot if action.op in COMPUTE), default=0.0)
-            + sum(gathered[stage] for stage in {action.stage for action in slot})
+            + max((during(action, state, last) for action in slot if action.op in COMPUTE), default=0.0)
+            + state.gathering * (slot[0].op is Op.UNSHARD)
+            + sum(gathered[stage].num_bytes for stage in {action.stage for action in slot})
             - counted
             for slot, num_bytes, on_its_way in zip(row, saved, sent, strict=True)
         ]
@@ -191,10 +207,20 @@ def rank_memory(
         ]
         most = max(used, default=0.0)
         activations = min(most, max(saved, default=0.0))
-        beside = 0.0 if gathering else max(0.0, max(reducing, default=0.0) - most)
+        beside = 0.0 if state.gathering else max(0.0, max(reducing, default=0.0) - most)
         beside += message_bytes(single.placement, costs, rank)
         found.append(RankMemory(state, activations, most - activations, beside, stepping, small))
     return tuple(found)
+
+
+def _reducing(row: Iterable[Slot], every: int) -> set[Action]:
+    """Return the actions of a row during which gradients are reduced: every so many micro-batches, or 0 once."""
+    backwards = defaultdict[int, list[Action]](list)
+    for slot in row:
+        for action in slot:
+            if action.op in (Op.B, Op.W):
+                backwards[action.stage].append(action)
+    return {action for found in backwards.values() for action in found[:: -(every or len(found))]}
 
 
 def _sent_along(row: Iterable[Slot], costs: CostModel) -> Iterator[float]:

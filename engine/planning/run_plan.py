@@ -12,7 +12,7 @@ from weft.engine.layout import CellMember, RankLayout
 from weft.engine.models.sizes import PartSize
 from weft.engine.planning.estimates import planning_costs, rank_size, stage_sizes, working_bytes
 from weft.engine.planning.facts import Facts
-from weft.engine.planning.memory import RankBytes, activation_memory, gathered_bytes, rank_memory, rank_states
+from weft.engine.planning.memory import RankBytes, activation_memory, gathered_weights, rank_memory, rank_states
 from weft.engine.planning.overlap import OverlapPlan, ZeroWork, plan_overlap, with_collectives
 from weft.engine.planning.recomputation import LEVELS, Choice, RecomputeSearch, choice_text
 from weft.engine.planning.schedules import plan_placement, plan_schedule, plan_schedules
@@ -152,7 +152,7 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
         schedules=schedules,
         recompute=recompute,
         own_cap_bytes=_own_cap_bytes(config, first, costs),
-        memory=rank_memory(config, first, costs, ranks, trained, working, gathered_bytes(config, facts, split)),
+        memory=rank_memory(config, first, costs, ranks, trained, working, gathered_weights(config, facts, split)),
         step_s=max(_route_step_s(facts, route, schedules, stepping_costs) for route in range(facts.layout.routes)),
         bubble_share=predict(first, stepping_costs, 0).bubble_share,
     )

@@ -271,23 +271,29 @@ class Estimates:
         share = work.parameters / shape.lines if shape.zero_stage else held / shards
         stepped = self._stepped(work, shape)
         largest, largest_trained = self._largest(shape)
+        whole = whole_weights(
+            work.outside_parameters / shape.tensor, largest, num_layers, work.head_parameters / shape.tensor
+        )
         zero = zero_memory(
             round(held),
             _ZERO[shape.zero_stage],
             Precision.bf16,
             shards,
             largest_block=largest,
-            whole=whole_weights(
-                work.outside_parameters / shape.tensor, largest, num_layers, work.head_parameters / shape.tensor
-            ),
+            whole=whole,
             microbatches=shape.microbatches,
             share=share,
             trained=TrainedWeights(sum(self._trained(work, shape)), stepped, largest_trained),
         )
         used = self.work.working_bytes(work, num_layers, _division(shape), WEIGHT_BYTES[Precision.bf16])
-        gathered = used.layer + zero.buffers if shape.zero_stage == 3 else 0.0
+        working = used.most
+        if shape.zero_stage == 3:
+            # the last micro-batch of a step is alone, and its gradients are reduced
+            others = max(0.0, activations - self.activation_bytes(work, num_layers, shape))
+            reducing = max(0.0, zero.buffers - zero.gathering - others)
+            working = max(working, used.layer + reducing + zero.gathering * (held > whole), zero.gathering)
         stepping = stepping_bytes(_ADAMW, stepped, largest, together=True)
-        return RankMemory(zero, activations, max(used.most, gathered), self._messages(shape), stepping)
+        return RankMemory(zero, activations, working, self._messages(shape), stepping)
 
     def _messages(self, shape: Shape) -> float:
         """Return the bytes of a GPU's messages besides what it sends: two of each hop to the rank that gets most."""

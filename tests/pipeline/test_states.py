@@ -25,6 +25,9 @@ def memory(stage, *, replicas=4, precision=BF16, microbatches=8, parameters=N, s
 
 SHARE = N // 4
 WHOLE_BUFFERS = 2 * BUCKET * 4
+BLOCK_BUFFERS = BLOCK * (2 + 4)
+"""At ZeRO-3: gathered weights, and gradients."""
+ALL = {"param_persistence_threshold": 0}
 
 
 @pytest.mark.parametrize(
@@ -39,29 +42,32 @@ WHOLE_BUFFERS = 2 * BUCKET * 4
         # Gradients that are added up over micro-batches are whole until the last.
         (memory(2), (2 * N, 4 * N, 12 * SHARE, WHOLE_BUFFERS)),
         (memory(2, microbatches=1), (2 * N, 4 * (SHARE + 2 * BLOCK), 12 * SHARE, WHOLE_BUFFERS)),
-        (memory(2, reduce_every=1), (2 * N, 4 * (SHARE + 2 * BLOCK), 12 * SHARE, WHOLE_BUFFERS)),
-        (memory(2, reduce_every=2), (2 * N, 4 * N, 12 * SHARE, WHOLE_BUFFERS)),
+        # A sum of earlier micro-batches waits for the next one.
+        (memory(2, reduce_every=1), (2 * N, 4 * (2 * SHARE + 2 * BLOCK), 12 * SHARE, WHOLE_BUFFERS)),
+        (memory(2, reduce_every=2), (2 * N, 4 * (2 * SHARE + N), 12 * SHARE, WHOLE_BUFFERS)),
+        (memory(2, reduce_every=4), (2 * N, 4 * (SHARE + N), 12 * SHARE, WHOLE_BUFFERS)),
+        (memory(3, reduce_every=1, **ALL), (2 * (SHARE + 200), 4 * 2 * SHARE, 12 * SHARE, BLOCK_BUFFERS)),
         (memory(1, microbatches=1), (2 * N, 4 * N, 12 * SHARE, WHOLE_BUFFERS)),
         # Of weights that are gathered block by block two blocks are there; buckets are of one block.
-        (memory(3, param_persistence_threshold=0), (2 * (SHARE + 200), 4 * N, 12 * SHARE, 2 * BLOCK * 4)),
+        (memory(3, param_persistence_threshold=0), (2 * (SHARE + 200), 4 * N, 12 * SHARE, BLOCK_BUFFERS)),
         (
             memory(3, param_persistence_threshold=0, microbatches=1),
-            (2 * (SHARE + 200), 4 * (SHARE + 200), 12 * SHARE, 2 * BLOCK * 4),
+            (2 * (SHARE + 200), 4 * (SHARE + 200), 12 * SHARE, BLOCK_BUFFERS),
         ),
         # Parameters that are small enough stay whole, and have no shard.
         (
             memory(3, param_persistence_threshold=BLOCK + 1, model_persistence_threshold=70),
-            (2 * (SHARE * (N - 70) / N + 270), 4 * N, 12 * SHARE, 2 * BLOCK * 4),
+            (2 * (SHARE * (N - 70) / N + 270), 4 * N, 12 * SHARE, BLOCK_BUFFERS),
         ),
         (
             memory(3, param_persistence_threshold=BLOCK, model_persistence_threshold=70),
-            (2 * (SHARE + 200), 4 * N, 12 * SHARE, 2 * BLOCK * 4),
+            (2 * (SHARE + 200), 4 * N, 12 * SHARE, BLOCK_BUFFERS),
         ),
         (
             memory(3, param_persistence_threshold=BLOCK + 1, model_persistence_threshold=10**9),
-            (2 * N, 4 * N, 12 * SHARE, 2 * BLOCK * 4),
+            (2 * N, 4 * N, 12 * SHARE, BLOCK_BUFFERS),
         ),
-        (memory(3, parameters=160, param_persistence_threshold=0), (2 * (40 + 160), 4 * 160, 12 * 40, 2 * BLOCK * 4)),
+        (memory(3, parameters=160, param_persistence_threshold=0), (2 * (40 + 160), 4 * 160, 12 * 40, BLOCK_BUFFERS)),
         # A bucket is never more than there is, or than the smaller limit.
         (memory(1, parameters=80), (2 * 80, 4 * 80, 12 * 20, 2 * 80 * 4)),
         (memory(1, allgather_bucket_size=90), (2 * N, 4 * N, 12 * SHARE, 2 * 90 * 4)),
@@ -73,7 +79,7 @@ WHOLE_BUFFERS = 2 * BUCKET * 4
         # Parameters with fewer holders than others.
         (memory(1, share=500), (2 * N, 4 * N, 12 * 500, WHOLE_BUFFERS)),
         (memory(2, share=500, microbatches=1), (2 * N, 4 * 700, 12 * 500, WHOLE_BUFFERS)),
-        (memory(3, share=500, param_persistence_threshold=0), (2 * 700, 4 * N, 12 * 500, 2 * BLOCK * 4)),
+        (memory(3, share=500, param_persistence_threshold=0), (2 * 700, 4 * N, 12 * 500, BLOCK_BUFFERS)),
     ],
 )
 def test_bytes_by_stage(found, expected):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.engine.tiny import measured_peaks, tiny_config
-from weft.engine.planning.memory import RankBytes, message_bytes, rank_memory
+from weft.engine.planning.memory import Gathered, RankBytes, message_bytes, rank_memory
 from weft.pipeline.costs import CostModel
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower
@@ -51,7 +51,26 @@ def test_a_rank_counts_what_its_fullest_action_gathers(widest):
     working = [Working(1e3 * (stage == widest), 1e3 * (stage == widest), 0.0, 0.0) for stage in range(4)]
 
     def totals(gathered):
+        gathered = [Gathered(num_bytes) for num_bytes in gathered]
         return [each.total for each in rank_memory(config, cell, costs, ranks, [1] * 4, working, gathered)]
 
     alike, other = totals([50.0] * 4), totals([50.0, 50.0, 50.0, 20.0])
     assert [most - found for most, found in zip(alike, other, strict=True)] == [30.0 * (widest == 3), 0.0]
+
+
+@pytest.mark.parametrize(
+    ("whole", "every", "micro", "beside"),
+    [(False, 0, 4, 3), (True, 0, 4, 3), (False, 1, 4, 3 + 5), (False, 0, 1, 3 + 5)],
+)
+def test_buffers_count_while_weights_are_gathered_or_gradients_reduced(whole, every, micro, beside):
+    """Whole weights are gathered before a stage computes. Of the last micro-batch gradients are reduced."""
+    config, costs = tiny_config("1f1b", stages=2, microbatches=micro), CostModel.unit(2)
+    costs = replace(
+        costs, stages=tuple(replace(stage, activation_bytes=100.0, output_bytes=0.0) for stage in costs.stages)
+    )
+    config.zero.stage, config.zero.reduce_every = 3, every
+    cell = lower(generate("1f1b", Placement.straight(2), micro, costs=costs), zero_stage=3)
+    ranks = [RankBytes(ZeroMemory(0.0, 0.0, 0.0, 3.0 + 5.0, 3.0), 0.0, 0.0)] * 2
+    gathered = [Gathered(0.0, whole)] * 2
+    first, _ = rank_memory(config, cell, costs, ranks, [1] * 2, [Working(0.0, 0.0, 0.0, 0.0)] * 2, gathered)
+    assert first.activations + first.working == 100.0 * min(2, micro) + beside

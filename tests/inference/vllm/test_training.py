@@ -58,16 +58,22 @@ def test_training_with_scores_of_vllm_has_the_losses_of_its_peer(recipe, tmp_pat
     with log.open("wb") as out:
         words = [str(WEFT), "serve", *settings]
         serving = subprocess.Popen(words, env=env, stdout=out, stderr=out, start_new_session=True)
+    ahead = 0
     try:
         until_ready(PORT, serving, log, patience_s=1200.0)
-        words = [str(WEFT), "launch", *settings]
-        launched = subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=1500)
-        assert launched.returncode == 0, launched.stdout[-3000:] + launched.stderr[-3000:]
+        # On a busy machine the short steps of a run may end before the worker's first answer.
+        for name in map(str, range(3)):
+            if ahead:
+                break
+            words = [str(WEFT), "launch", *settings, f"train.name={name}"]
+            launched = subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=1500)
+            assert launched.returncode == 0, launched.stdout[-3000:] + launched.stderr[-3000:]
+            records = map(json.loads, (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines())
+            steps = [record for record in records if record["kind"] == "train"]
+            assert [step["loss"] for step in steps] == pytest.approx(losses, abs=1e-4)
+            ahead = sum(step["scores_ahead"] for step in steps)
     finally:
         os.killpg(serving.pid, signal.SIGTERM)
         serving.wait(120)
-    records = map(json.loads, (tmp_path / "runs" / recipe / "metrics.jsonl").read_text().splitlines())
-    steps = [record for record in records if record["kind"] == "train"]
     worker = (tmp_path / "boards" / "worker0.log").read_text()[-3000:]
-    assert [step["loss"] for step in steps] == pytest.approx(losses, abs=1e-4)
-    assert any(step["scores_ahead"] for step in steps), f"{log.read_text()}\n{worker}"
+    assert ahead, f"{log.read_text()}\n{worker}"

@@ -122,13 +122,14 @@ def rank_memory(part, layers, shape, work):
     stepped = part.parameters / lines if shape.zero_stage else held
     largest_gradient = max(sum(weights_of(layer, shape)) for layer in work.layers)
     blocks = sorted([part.head_parameters / shape.tensor] + [largest] * min(layers, 2))  # two are whole at ZeRO-3
+    whole = part.outside_parameters / shape.tensor + sum(blocks[-2:])
     zero = zero_memory(
         round(held),
         ZeroConfig(stage=shape.zero_stage),
         Precision.bf16,
         shape.replicas * shape.context,
         largest_block=largest,
-        whole=part.outside_parameters / shape.tensor + sum(blocks[-2:]),
+        whole=whole,
         microbatches=shape.microbatches,
         share=part.parameters / lines if shape.zero_stage else None,
         trained=TrainedWeights(held, stepped, largest_gradient),
@@ -141,9 +142,9 @@ def rank_memory(part, layers, shape, work):
     layer = max(part.forward_bytes / layers, again) * shape.microbatch_size / (shape.tensor * shape.context)
     most = max(loss, logits) * shape.microbatch_size / (shape.tensor * shape.context)
     head = 2 * part.trained_head_flops / (2 * work.sequence_length) / shape.tensor
-    gathering = zero.buffers if shape.zero_stage == 3 else 0.0
+    buffers = (zero.buffers - zero.gathering * (held <= whole)) if shape.zero_stage == 3 else 0.0
     stepping = stepping_bytes(OptimizerConfig(), stepped, largest, together=True)
-    return RankMemory(zero, 0.0, max(most, layer + gathering, head), messages(shape, work), stepping)
+    return RankMemory(zero, 0.0, max(most, layer + buffers, head, zero.gathering), messages(shape, work), stepping)
 
 
 def messages(shape, work):
