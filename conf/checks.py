@@ -17,7 +17,7 @@ from weft.conf.schema import DataKind, LoraConfig, PipelineConfig, Precision, We
 from weft.conf.schema.ranges import out_of_range
 from weft.conf.sites import site_problems
 from weft.conf.sources import source_problems
-from weft.conf.training_checks import distill_problems, memory_problems, optimizer_problems
+from weft.conf.training_checks import distill_problems, float8_problems, memory_problems, optimizer_problems
 
 PATHS = (
     "model.path",
@@ -390,6 +390,7 @@ CHECKS = (
     _cluster,
     optimizer_problems,
     distill_problems,
+    float8_problems,
     _train,
     _checkpoint,
     _supervision,

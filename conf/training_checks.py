@@ -9,11 +9,14 @@ from weft.conf.schema import (
     Attention,
     ChunkedLoss,
     DistillConfig,
+    Float8,
     Kernels,
     OptimizerConfig,
     OptimizerKind,
     OptimizerState,
     PairChoice,
+    Precision,
+    Quantization,
     Recompute,
     WeftConfig,
 )
@@ -122,6 +125,20 @@ def _recompute(config: WeftConfig) -> Iterator[str]:
         yield (
             f"{name}: pipeline.costs_file={pipeline.costs_file} has costs of one choice only; "
             "leave it empty, or choose none, elementwise, attention or layers"
+        )
+
+
+def float8_problems(config: WeftConfig) -> Iterator[str]:
+    """Yield a line for each setting with which fp8 linear layers are not supported."""
+    name, precision, lora = f"model.float8={config.model.float8.value}", config.train.precision, config.model.lora
+    if config.model.float8 is Float8.none:
+        return
+    if precision is not Precision.bf16:
+        yield f"{name}: it does not support train.precision={precision.value}; set train.precision=bf16, or float8=none"
+    if lora.enabled and lora.quantize is not Quantization.none:
+        yield (
+            f"{name}: model.lora.quantize={lora.quantize.value} has quantised the weights already; set one of them to "
+            "none"
         )
 
 

@@ -21,7 +21,7 @@ from weft.conf.batch import num_replicas
 from weft.conf.checks import check
 from weft.conf.deepspeed import deepspeed_sections
 from weft.conf.features import entry, is_installed
-from weft.conf.schema import ChunkedLoss, CommConfig, ContextExchange, Kernels, OptimizerState, PairChoice, WeftConfig
+from weft.conf.schema import ChunkedLoss, CommConfig, ContextExchange, Float8, Kernels, OptimizerState, PairChoice, WeftConfig
 from weft.conf.trees import shown_tree
 from weft.engine import distributed
 from weft.engine.attempt import Attempt, known_to_any
@@ -34,6 +34,7 @@ from weft.engine.engine import WeftEngine
 from weft.engine.execution.executor import SlotPairs
 from weft.engine.execution.neighbours import open_wan
 from weft.engine.models.batch import Batch
+from weft.engine.models.float8 import require_float8, use_float8
 from weft.engine.models.kernels import fuse, require_kernels
 from weft.engine.models.objective import Objective
 from weft.engine.models.recomputation import recompute
@@ -285,6 +286,8 @@ def _check_model(config: WeftConfig, hf_config: PreTrainedConfig, model: nn.Modu
         refuse_skipped_layers(hf_config, hf_config.model_type)
     if config.model.kernels is Kernels.fused:
         require_kernels(config_skeleton(hf_config) if model is None else hf_model(model))
+    if config.model.float8 is not Float8.none:
+        require_float8(config_skeleton(hf_config) if model is None else hf_model(model), config.model.float8)
 
 
 def _check_cut(
@@ -357,6 +360,8 @@ def _make_stages(
         recompute(stage.hf_model, plan.recompute[stage.index])
         if config.model.kernels is Kernels.fused:
             fuse(stage.hf_model, device)
+        if config.model.float8 is not Float8.none:
+            use_float8(stage.hf_model, config.model.float8, device)
     return stages
 
 

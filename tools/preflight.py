@@ -19,12 +19,13 @@ from weft.conf.checks import virtual_stages
 from weft.conf.host.owners import own_folder
 from weft.conf.host.private import make_run_folder, make_shared_folder
 from weft.conf.host.terminal import print_error
+from weft.conf.host.float8 import float8_obstacle, lowest_capability
 from weft.conf.host.triton import kernel_obstacle
 from weft.conf.hosts import is_loopback, read_hostfile, run_folder, world_size
-from weft.conf.schema import Attention, ChunkedLoss, ClusterManager, DataKind, Kernels, Precision, WeftConfig
+from weft.conf.schema import Attention, ChunkedLoss, ClusterManager, DataKind, Float8, Kernels, Precision, WeftConfig
 from weft.conf.sources import for_each_source, sources_of
 from weft.engine.planning.schedules import open_placements, read_costs
-from weft.tools.launch_arguments import num_gpus
+from weft.tools.launch_arguments import num_gpus, visible_gpus
 
 MIN_FREE_BYTES = 1 << 30
 
@@ -97,6 +98,10 @@ def check_device(config: WeftConfig) -> None:
     check_attention(config, on_gpus)
     if config.model.kernels is Kernels.fused and (obstacle := kernel_obstacle(on_gpus)):
         raise ValueError(f"model.kernels=fused: {obstacle}")
+    if config.model.float8 is not Float8.none:
+        capability = lowest_capability(visible_gpus()) if on_gpus and not config.cluster.hostfile else None
+        if obstacle := float8_obstacle(on_gpus, capability):
+            raise ValueError(f"model.float8={config.model.float8.value}: {obstacle}")
     if gpus or config.cluster.hostfile:
         return
     if config.train.precision is Precision.fp16:
@@ -134,6 +139,7 @@ def check_model(config: WeftConfig) -> None:
     path = config.model.path
     if not path or is_here(path) or (_is_hub_name(path) and _runs_here(config)):
         # these import torch, which the other checks do not need
+        from weft.engine.models.float8 import require_float8
         from weft.engine.models.kernels import require_kernels
         from weft.engine.models.skeleton import config_skeleton, refuse_skipped_layers
         from weft.engine.stages.checking.refusals import refuse_packing
@@ -149,6 +155,8 @@ def check_model(config: WeftConfig) -> None:
             refuse_skipped_layers(hf_config, hf_config.model_type)
         if config.model.kernels is Kernels.fused:
             require_kernels(config_skeleton(hf_config))
+        if config.model.float8 is not Float8.none:
+            require_float8(config_skeleton(hf_config), config.model.float8)
     elif not _is_hub_name(path):
         raise ValueError(f"model.path={path}: there is no such folder; give a Hugging Face model's folder or hub name")
 

@@ -31,6 +31,7 @@ from weft.conf.schema.model import Attention as Attention
 from weft.conf.schema.model import ChunkedLoss as ChunkedLoss
 from weft.conf.schema.model import DataConfig as DataConfig
 from weft.conf.schema.model import DataKind as DataKind
+from weft.conf.schema.model import Float8 as Float8
 from weft.conf.schema.model import Kernels as Kernels
 from weft.conf.schema.model import LoraConfig as LoraConfig
 from weft.conf.schema.model import ModelConfig as ModelConfig

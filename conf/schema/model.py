@@ -41,6 +41,15 @@ class Kernels(Enum):
     fused = "fused"
 
 
+class Float8(Enum):
+    """Recipes of torchao for linear layers in fp8."""
+
+    none = "none"
+    tensorwise = "tensorwise"
+    rowwise = "rowwise"
+    rowwise_with_gw_hp = "rowwise_with_gw_hp"
+
+
 class DataKind(Enum):
     """Kind of training data."""
 
@@ -108,6 +117,10 @@ class ModelConfig:
     flex_attention, and flash_attention_2, _3 and _4 (packages of their own)."""
     kernels: Kernels = Kernels.none
     """fused: norms, rotary embeddings and gated MLPs as kernels of Liger-Kernel (needs it, Triton and a GPU)."""
+    float8: Float8 = Float8.none
+    """Linear layers of decoder layers in fp8 by a recipe of torchao, which it needs, on GPUs from compute capability
+    8.9. tensorwise: one scale per tensor, of a rank's part; rowwise: one per row; rowwise_with_gw_hp: so, with weight
+    gradients in bf16. Routers, fused experts, adapters and sizes that are not multiples of 16 stay in bf16."""
     chunked_loss: ChunkedLoss = ChunkedLoss.auto
     """When the loss is computed in chunks of logits, which then never exist as a whole, but are computed once more for
     the head's weight gradient: auto (if memory does not suffice without), always, or never. Custom losses, and heads

@@ -137,19 +137,20 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, activation: Tensor, product: ComputedProduct, *parameters: Tensor) -> Tensor:
         result = product.forward(activation)
-        ctx.save_for_backward(activation, *product.saved)
+        waits = (activation,) if any(ctx.needs_input_grad[2:]) else ()  # as torch's products save it
+        ctx.save_for_backward(*waits, *product.saved)
         ctx.product = product
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        activation, *_ = ctx.saved_tensors  # before the input gradient reuses the memory of others
+        saved = ctx.saved_tensors  # before the input gradient reuses the memory of others
         product, needed = ctx.product, ctx.needs_input_grad
         below = product.input_gradient(gradient) if needed[0] else None
         own = (None,) * len(product.parameters)
         if any(needed[2:]):
-            own = product.parameter_gradients(activation.detach(), gradient)
+            own = product.parameter_gradients(saved[0].detach(), gradient)
         return below, None, *own
 
 

@@ -25,7 +25,7 @@ from weft.conf.features import entry, is_installed
 from weft.conf.host.files import JsonCache
 from weft.conf.host.measurements import Measurements
 from weft.conf.hosts import most_ranks_of_a_host, working_hosts, world_size
-from weft.conf.schema import ClusterConfig, DataKind, OptimizerKind, OptimizerState, Partition, Recompute, WeftConfig
+from weft.conf.schema import ClusterConfig, DataKind, Float8, OptimizerKind, OptimizerState, Partition, Recompute, WeftConfig
 from weft.engine.distributed import device_bytes, from_rank_zero, ranks_on_this_host
 from weft.engine.layout import RankLayout
 from weft.engine.models.sizes import meta_model, model_sizes
@@ -249,8 +249,9 @@ def _run_name(config: WeftConfig, hf_config: PreTrainedConfig) -> str:
     lora = ", lora" if config.model.lora.enabled else ""
     lora += ", 4 bits" if quantization_of(config.model) else ""
     alone = config.distill.enabled and not config.inference.scores.enabled
+    float8 = "" if config.model.float8 is Float8.none else f", {config.model.float8.name} fp8"
     teacher = f", taught by {config.distill.teacher}" if alone else ""
-    return f"{hf_config.model_type} {model}, {shape}, {config.train.precision.name}{lora}{again}{teacher}"
+    return f"{hf_config.model_type} {model}, {shape}, {config.train.precision.name}{float8}{lora}{again}{teacher}"
 
 
 def _optimizer_bytes(
