@@ -21,7 +21,16 @@ from weft.conf.batch import num_replicas
 from weft.conf.checks import check
 from weft.conf.deepspeed import deepspeed_sections
 from weft.conf.features import entry, is_installed
-from weft.conf.schema import ChunkedLoss, CommConfig, ContextExchange, Float8, Kernels, OptimizerState, PairChoice, WeftConfig
+from weft.conf.schema import (
+    ChunkedLoss,
+    CommConfig,
+    ContextExchange,
+    Float8,
+    Kernels,
+    OptimizerState,
+    PairChoice,
+    WeftConfig,
+)
 from weft.conf.trees import shown_tree
 from weft.engine import distributed
 from weft.engine.attempt import Attempt, known_to_any

@@ -16,10 +16,10 @@ from weft.comm.native import cache_folder
 from weft.conf import load
 from weft.conf.batch import check_world
 from weft.conf.checks import virtual_stages
+from weft.conf.host.float8 import float8_obstacle, lowest_capability
 from weft.conf.host.owners import own_folder
 from weft.conf.host.private import make_run_folder, make_shared_folder
 from weft.conf.host.terminal import print_error
-from weft.conf.host.float8 import float8_obstacle, lowest_capability
 from weft.conf.host.triton import kernel_obstacle
 from weft.conf.hosts import is_loopback, read_hostfile, run_folder, world_size
 from weft.conf.schema import Attention, ChunkedLoss, ClusterManager, DataKind, Float8, Kernels, Precision, WeftConfig

@@ -25,7 +25,16 @@ from weft.conf.features import entry, is_installed
 from weft.conf.host.files import JsonCache
 from weft.conf.host.measurements import Measurements
 from weft.conf.hosts import most_ranks_of_a_host, working_hosts, world_size
-from weft.conf.schema import ClusterConfig, DataKind, Float8, OptimizerKind, OptimizerState, Partition, Recompute, WeftConfig
+from weft.conf.schema import (
+    ClusterConfig,
+    DataKind,
+    Float8,
+    OptimizerKind,
+    OptimizerState,
+    Partition,
+    Recompute,
+    WeftConfig,
+)
 from weft.engine.distributed import device_bytes, from_rank_zero, ranks_on_this_host
 from weft.engine.layout import RankLayout
 from weft.engine.models.sizes import meta_model, model_sizes

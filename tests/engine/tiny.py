@@ -21,6 +21,7 @@ from weft.conf.schema import (
     ClusterConfig,
     CommConfig,
     ContextExchange,
+    Float8,
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
@@ -62,6 +63,7 @@ def tiny_config(
     sent: str = "fp32",
     reduce_every: int = 0,
     optimizer: str = "adamw",
+    float8: str = "none",
 ) -> WeftConfig:
     """A Llama of eight narrow layers, clipped, warmed up and decayed, so that all of it is compared.
 
@@ -73,7 +75,11 @@ def tiny_config(
         shape |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     config = WeftConfig(
         model=ModelConfig(
-            arch="mixtral" if expert > 1 else "llama", overrides=shape, self_check=False, lora=LoraConfig(enabled=lora)
+            arch="mixtral" if expert > 1 else "llama",
+            overrides=shape,
+            self_check=False,
+            lora=LoraConfig(enabled=lora),
+            float8=Float8[float8],
         ),
         pipeline=PipelineConfig(
             stages=stages,
