@@ -11,6 +11,7 @@ from tests.device import fp16, mutants, observations, training, uses, waits
 from tests.device.build import obstacle
 from tests.device.lines import FOLDER, require
 from tests.device.ranks import run_on_devices
+from weft.conf.host.float8 import ON_CPU
 from weft.tools.ranks import run_ranks
 
 pytestmark = [
@@ -34,10 +35,11 @@ CASES = {
         "pipeline, offload": {"stages": 2, "offload_cap": 6_000_000},
         "pipeline, bf16": {"stages": 2, "precision": "bf16"},
         "pipeline, fp16": {"stages": 2, "precision": "fp16"},
+        "split backward, fp8": {"schedule": "w", "placement": "fold", "precision": "bf16", "float8": "tensorwise"},
     },
 }
 """Keywords of `tiny_config` by the number of ranks."""
-TOLERANCE = {"bf16": 1e-3, "fp16": 1e-3, "ring": 1e-6}
+TOLERANCE = {"bf16": 1e-3, "fp16": 1e-3, "fp8": 1e-3, "ring": 1e-6}
 """Relative difference of losses to a CPU's, which rounds elsewhere and adds heads up otherwise; others are equal."""
 WAITS = {"fp16": "zero/finite.py"}
 """Where the host waits for the norm after the last launch of a step, because an overflow changes the next one."""
@@ -190,7 +192,8 @@ def test_fp16_steps_on_a_device_skip_like_deepspeed_and_wait_after_their_last_op
 
 
 @pytest.mark.parametrize("num_ranks", CASES)
-def test_training_is_that_of_a_cpu_without_races(num_ranks):
+def test_training_is_that_of_a_cpu_without_races(num_ranks, monkeypatch):
+    monkeypatch.setenv(ON_CPU, "1")
     cases, runs = CASES[num_ranks], "training" if num_ranks > 1 else ""
     expected = run_ranks(num_ranks, training.train_on_cpu, list(cases.values()), STEPS, timeout_s=400)[0]
     results = run_on_devices(num_ranks, training.train, list(cases.values()), STEPS, timeout_s=400, runs=runs)
