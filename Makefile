@@ -15,7 +15,7 @@ PACKAGES := __init__.py conf pipeline comm inference engine recipes tools
 SOURCES := .cache/src
 # What weft needs beyond torch, transformers and peft, for machines that have those and no network.
 CARRIED := deepspeed hjson hydra-core omegaconf antlr4-python3-runtime datasets dill multiprocess \
-	annotated-types typing-inspection pydantic liger-kernel
+	annotated-types typing-inspection pydantic liger-kernel torchao
 # Of these one is compiled, for this Python.
 CARRIED_PYTHON ?= 3.12
 CARRIED_COMPILED := pydantic-core

@@ -16,6 +16,7 @@ from benchmarks.blocks.clock import Clock, Measured, Passes
 from benchmarks.blocks.kernels import candidates
 from benchmarks.blocks.llama import LLAMA_8B, TINY, VARIANTS, Block, Shape
 from benchmarks.results import finish, parse, show
+from weft.conf.schema import Float8
 from weft.engine.planning.devices import data_sheet
 from weft.pipeline.hardware import GPU_KINDS
 from weft.tools.tables import table_of
@@ -52,6 +53,8 @@ class Rows:
         check: Callable[[torch.device], None],
         passes: Callable[[], AbstractContextManager[Passes]],
         flops: float = 0.0,
+        *,
+        in_bf16: bool = True,
     ) -> Row:
         """Return the cells of a computation, or the reason for which it was not measured.
 
@@ -60,6 +63,7 @@ class Rows:
             check: raises ValueError if this machine does not run it.
             passes: returns the context in which it runs.
             flops: operations of its forward and backward. 0 leaves the cells about speed out.
+            in_bf16: whether its MFU, which is of the peak in bf16, counts for the goal.
         """
         found, note = self._tried(check, passes)
         if kind != self._kind:
@@ -71,7 +75,7 @@ class Rows:
         if flops:
             speed = flops / found.seconds
             mfu = speed / self._peak if self._peak else 0.0
-            self.best_mfu = max(self.best_mfu, mfu)
+            self.best_mfu = max(self.best_mfu, mfu if in_bf16 else 0.0)
             cells = {"MFU": f"{mfu:.1%}" if mfu else "", "TFLOP/s": f"{speed / 1e12:.3g}"} | cells
         return cells
 
@@ -111,7 +115,7 @@ def block_rows(shape: Shape, lengths: Sequence[int], rows: Rows, chosen: Sequenc
         for name in chosen:
             variant = VARIANTS[name]
             passes = partial(block.passes, variant, tokens)
-            cells = rows.row(("block", tokens), variant.check, passes, flops)
+            cells = rows.row(("block", tokens), variant.check, passes, flops, in_bf16=variant.float8 is Float8.none)
             yield {"block": name, "tokens": str(tokens)} | cells
 
 

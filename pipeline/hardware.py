@@ -32,8 +32,11 @@ class GpuKind:
         return self.peak["bf16"]
 
 
-def _kind(name: str, bf16: float, tf32: float, fp32: float, gb: float, gb_per_s: float, scale_up: float) -> GpuKind:
+def _kind(
+    name: str, bf16: float, tf32: float, fp32: float, gb: float, gb_per_s: float, scale_up: float, fp8: float = 0.0
+) -> GpuKind:
     peak = {"bf16": bf16 * 1e12, "fp16": bf16 * 1e12, "tf32": tf32 * 1e12, "fp32": fp32 * 1e12}
+    peak |= {"fp8": fp8 * 1e12} if fp8 else {}
     return GpuKind(
         name=name,
         peak=peak,
@@ -44,7 +47,7 @@ def _kind(name: str, bf16: float, tf32: float, fp32: float, gb: float, gb_per_s:
 
 
 # TFLOP/s without sparsity in bf16, tf32 and fp32; GB; GB/s of memory; GB/s one way to a GPU of the
-# same host (data sheets state both ways together).
+# same host (data sheets state both ways together); TFLOP/s in fp8, if there is hardware for it.
 _KINDS = (
     # "NVIDIA A40 GPU Accelerator" product brief PB-10147 and data sheet (2021). NVLink joins pairs only.
     _kind("A40", 149.7, 74.8, 37.4, 48, 696, 32),
@@ -54,14 +57,14 @@ _KINDS = (
     # "NVIDIA A800" data sheet (2023): an A100 whose NVLink does 400 GB/s.
     _kind("A800", 312, 156, 19.5, 80, 2039, 200),
     # "NVIDIA H100 Tensor Core GPU" data sheet (2023), SXM and PCIe; it states figures with sparsity, twice these.
-    _kind("H100", 989.4, 494.7, 67, 80, 3350, 450),
-    _kind("H100-PCIE", 756, 378, 51, 80, 2000, 64),
+    _kind("H100", 989.4, 494.7, 67, 80, 3350, 450, fp8=1978.9),
+    _kind("H100-PCIE", 756, 378, 51, 80, 2000, 64, fp8=1513),
     # "NVIDIA H200 Tensor Core GPU" data sheet (2024).
-    _kind("H200", 989.4, 494.7, 67, 141, 4800, 450),
+    _kind("H200", 989.4, 494.7, 67, 141, 4800, 450, fp8=1978.9),
     # "NVIDIA HGX B200" data sheet (2025): a GPU of eight.
-    _kind("B200", 2250, 1125, 75, 180, 7700, 900),
+    _kind("B200", 2250, 1125, 75, 180, 7700, 900, fp8=4500),
     # "NVIDIA L40S" data sheet (2023): PCIe 4.0 x16.
-    _kind("L40S", 362, 183, 91.6, 48, 864, 32),
+    _kind("L40S", 362, 183, 91.6, 48, 864, 32, fp8=733),
 )
 GPU_KINDS = {kind.name: kind for kind in _KINDS}
 """The table, by name."""

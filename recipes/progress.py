@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.conf.schema import WeftConfig
+from weft.conf.schema import Float8, WeftConfig
 from weft.engine.data import MicrobatchLoader
 from weft.engine.distributed import together
 from weft.engine.engine import WeftEngine
@@ -119,7 +119,7 @@ class Progress:
         self._interval = _Interval()
         if self._is_writer:
             self._logs.write("train", step, metrics)
-        return _text(metrics)
+        return _text(metrics, " of bf16" if self._config.model.float8 is not Float8.none else "")
 
     def _metrics(self, interval: _Interval) -> dict[str, float]:
         _, loss, rate = interval.last
@@ -157,10 +157,10 @@ class Progress:
             self._shown.note(text)
 
 
-def _text(metrics: dict[str, float]) -> str:
+def _text(metrics: dict[str, float], peak: str) -> str:
     return (
         f"loss {metrics['loss']:.3f}, {metrics['tokens_per_second']:,.0f} tok/s, "
-        f"MFU {metrics['mfu']:.1%}, bubbles {metrics['bubble_share']:.0%}"
+        f"MFU {metrics['mfu']:.1%}{peak}, bubbles {metrics['bubble_share']:.0%}"
     )
 
 

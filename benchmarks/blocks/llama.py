@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.blocks.clock import Passes
-from weft.conf.schema import Attention, ClusterConfig, Kernels, ModelConfig, Precision, TrainConfig, WeftConfig
+from weft.conf.schema import Attention, ClusterConfig, Float8, Kernels, ModelConfig, Precision, TrainConfig, WeftConfig
 from weft.engine.backward import SplitBackward
 from weft.engine.execution.batches import prepare_batch
+from weft.engine.models.float8 import use_float8
 from weft.engine.models.kernels import fuse
 from weft.engine.models.tracing import trace_model
 from weft.engine.precision import DTYPES
@@ -71,12 +72,13 @@ class Variant:
 
     attention: Attention = Attention.sdpa
     kernels: Kernels = Kernels.none
+    float8: Float8 = Float8.none
     compiled: bool = False
     split: bool = False
 
     def check(self, device: torch.device) -> None:
         """Check that this machine runs it. Raise ValueError if it does not."""
-        model = ModelConfig(attn_implementation=self.attention, kernels=self.kernels)
+        model = ModelConfig(attn_implementation=self.attention, kernels=self.kernels, float8=self.float8)
         train = TrainConfig(precision=PRECISION)
         check_device(WeftConfig(model=model, cluster=ClusterConfig(ranks=1), train=train))
         if self.compiled and device.type == "cuda" and torch.version.cuda is None and torch.version.hip is None:
@@ -90,6 +92,7 @@ VARIANTS = {
     "fused, varlen": replace(FUSED, attention=Attention.varlen),
     "fused, flash_attention_3": replace(FUSED, attention=Attention.flash_attention_3),
     "fused, split": replace(FUSED, split=True),
+    **{f"fused, fp8 {recipe.value}": replace(FUSED, float8=recipe) for recipe in Float8 if recipe is not Float8.none},
     "varlen": Variant(attention=Attention.varlen),
     "compiled": COMPILED,
     "flash_attention_2": Variant(attention=Attention.flash_attention_2),
@@ -135,6 +138,8 @@ class Block:
         model.set_attn_implementation(variant.attention.value)
         if variant.kernels is Kernels.fused:
             fuse(model, self._device)
+        if variant.float8 is not Float8.none:
+            use_float8(model, variant.float8, self._device)
         if variant.compiled:
             (block,) = self.stage.blocks()
             block.forward = torch.compile(block.forward, dynamic=False)
