@@ -21,6 +21,7 @@ SLOW = {
     "elementwise": ("rowwise", {"schedule": "w", "placement": "fold", "recompute": "elementwise"}),
     "LoRA": ("tensorwise", {"schedule": "zbv", "placement": "fold", "lora": True}),
     "context": ("rowwise", {"context": 2, "zero": 1}),
+    "offload": ("tensorwise", {"schedule": "auto", "placement": "fold", "offload_cap": 6_000_000}),
 }
 LOCAL_SCALES = {
     "tensor": ("tensorwise", {"tensor": 2, "schedule": "w", "placement": "fold"}),
