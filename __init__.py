@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 __version__ = "0.1.0"
+
+# peft imports bitsandbytes 0.50, and transformers torchao 0.18, even if they are not used. On some machines they warn
+# that a kernel is not there, and torch 2.13 warns of how torchao registers enumerations.
+for _logger in ("bitsandbytes", "torchao", "torch.utils._pytree"):
+    logging.getLogger(_logger).setLevel(logging.ERROR)
 
 _HOMES = {
     "init_distributed": "weft.engine.initialize",

@@ -1,10 +1,7 @@
 """The DeepSpeed engine subclass that executes a schedule, and all of its parts."""
 
-import logging
 import os
 
-# peft imports bitsandbytes 0.50, which warns on some CPUs that a kernel of the hub is not there.
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 # Each is read once, by an import or by the first use of a GPU.
 for _name, _value in {
     "DEEPSPEED_LOG_LEVEL": "error",  # by default it logs every step of its set-up

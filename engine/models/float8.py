@@ -86,7 +86,7 @@ def _recipe(name: str) -> _Recipe:
 
 
 class _Recipe:
-    """torchao's casts of one recipe. It is imported here, because its import takes a second and warns."""
+    """torchao's casts of one recipe. It is imported here, because it is not always installed."""
 
     def __init__(self, name: str) -> None:
         from torchao.float8 import Float8LinearConfig
