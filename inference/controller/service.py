@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -88,8 +89,11 @@ class Service:
         # prompt's cache can be fetched once only.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         # Workers are local: ignore the environment's proxy settings.
-        self.client = httpx.AsyncClient(transport=transport, headers=headers, trust_env=False, limits=limits)
-        self.outer_client = httpx.AsyncClient(transport=transport, trust_env=False, limits=limits)
+        # Servers on other hosts may have certificates of this host's store, or of SSL_CERT_FILE.
+        options: dict[str, Any] = {"transport": transport, "trust_env": False, "limits": limits}
+        options["verify"] = ssl.create_default_context()
+        self.client = httpx.AsyncClient(headers=headers, **options)
+        self.outer_client = httpx.AsyncClient(**options)
         self.dispatch = Dispatch(fleet, settings, self._metrics, self.client, server_key=server_key)
         self._answers = None
         if decode_url:

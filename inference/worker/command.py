@@ -92,13 +92,19 @@ def addresses(config: WeftConfig) -> list[PrefillWorkerConfig]:
     """Return the workers of the controller: the configured ones, or those that `weft serve` starts."""
     return list(config.inference.controller.workers) or [
         PrefillWorkerConfig(
-            url=f"http://{config.inference.prefill.host}:{worker.port}",
+            url=worker_url(config.inference.prefill, worker),
             boards=[str(board) for board in worker.boards],
             stages=config.inference.prefill.stages,
             cost=str(cost_link(worker.status)),
         )
         for worker in workers_of(config)
     ]
+
+
+def worker_url(prefill: PrefillConfig, worker: Worker) -> str:
+    """Return the URL of a worker of this host: HTTPS if its arguments have a certificate."""
+    is_secure = any(argument.partition("=")[0].replace("_", "-") == "--ssl-certfile" for argument in prefill.arguments)
+    return f"{'https' if is_secure else 'http'}://{prefill.host}:{worker.port}"
 
 
 def decode_url(decode: DecodeConfig) -> str:

@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import signal
-import ssl
 import sys
 import time
 import urllib.error
@@ -39,6 +38,7 @@ from weft.inference.worker.command import (
     server_key,
     with_newest_weights,
     with_scored_model,
+    worker_url,
     workers_of,
 )
 from weft.recipes.serving.checks import (
@@ -52,7 +52,14 @@ from weft.recipes.serving.checks import (
     least_gpu_bytes,
     warnings_of,
 )
-from weft.recipes.serving.processes import PROBE_S, Launch, ServerProcess, run_below_ranks, run_on_idle_cores
+from weft.recipes.serving.processes import (
+    PROBE_S,
+    Launch,
+    ServerProcess,
+    own_servers,
+    run_below_ranks,
+    run_on_idle_cores,
+)
 from weft.tools.launch_arguments import visible_gpus
 
 POLL_S = 0.5
@@ -172,9 +179,6 @@ class _Readiness:
 
     def __init__(self, config: WeftConfig) -> None:
         self._url = controller_url(config)
-        # It is this user's own server, whose certificate may name another host.
-        self._tls = ssl.create_default_context()
-        self._tls.check_hostname, self._tls.verify_mode = False, ssl.CERT_NONE
         self._probed_s, self._printed = 0.0, ""
 
     def check(self) -> None:
@@ -182,7 +186,7 @@ class _Readiness:
             return
         self._probed_s = now_s
         try:
-            with urllib.request.urlopen(f"{self._url}/ready", timeout=PROBE_S, context=self._tls) as response:
+            with urllib.request.urlopen(f"{self._url}/ready", timeout=PROBE_S, context=own_servers()) as response:
                 state = json.load(response)
         except urllib.error.HTTPError:
             text = "the decode server does not answer" if self._printed else ""
@@ -202,7 +206,7 @@ class _Readiness:
 
 def worker_server(config: WeftConfig, worker: Worker, trace: str | None, **options: int) -> ServerProcess:
     """Return a prefill worker's process, not started."""
-    url = f"http://{config.inference.prefill.host}:{worker.port}"
+    url = worker_url(config.inference.prefill, worker)
     ranks = ", ".join(map(str, worker.ranks))
     launch = partial(_worker_launch, config, worker, trace)
     return ServerProcess(f"worker {worker.index}", url, launch, note=f" (rank {ranks})", **options)

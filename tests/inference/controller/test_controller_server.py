@@ -18,7 +18,7 @@ from weft.inference.controller.clients import Clients
 from weft.inference.controller.prompts import counter
 from weft.inference.controller.server import app_of, server_config
 from weft.inference.controller.service import Service
-from weft.inference.worker.command import controller_url
+from weft.inference.worker.command import addresses, controller_url
 from weft.recipes.serving.checks import check_certificate
 
 PREFILL = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()
@@ -430,6 +430,24 @@ async def test_clients_with_the_certificate_are_served_by_https(tmp_path):
             answer = await client.post(f"https://127.0.0.1:{port}/v1/completions", content=PREFILL)
             assert answer.status_code == 200
         assert not await ask(port, HEAD + PREFILL), "plain HTTP gets no answer"
+
+
+async def test_a_server_is_reached_by_https_if_its_certificate_is_trusted(tmp_path, monkeypatch):
+    files = write_certificate(tmp_path)
+    statuses = []
+    async with server(FakeWorkers(1), **files) as (behind, _):
+        for trusted in ("", files["ssl_certfile"]):
+            monkeypatch.setenv("SSL_CERT_FILE", trusted)
+            async with server(FakeWorkers(1), f"https://127.0.0.1:{behind}", over_tcp=True) as (port, _):
+                statuses.append((await ask(port, HEAD + PREFILL)).split(b" ")[1])
+    assert statuses == [b"503", b"200"]
+
+
+def test_a_worker_with_a_certificate_has_an_address_with_https():
+    config = WeftConfig()
+    for arguments, scheme in (["--ssl-keyfile=x", "--ssl_certfile", "y"], "https"), ([], "http"):
+        config.inference.prefill.arguments = arguments
+        assert addresses(config)[0].url == f"{scheme}://127.0.0.1:8301"
 
 
 @pytest.mark.parametrize("broken", ["ssl_certfile", "ssl_keyfile", "no certificate"])
