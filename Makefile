@@ -23,7 +23,7 @@ export OMP_NUM_THREADS ?= 1
 # Bytecode is kept, also where the environment says otherwise: pytest rewrites and compiles 400 files for each process.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: env quickstart files mutants test test-fast test-slow test-security test-gpu gpu-report test-vllm device lint lint-ruff lint-format lint-layers lint-types lint-language language carried clean
+.PHONY: env quickstart files mutants test test-fast test-slow test-security test-gpu gpu-report test-vllm device lint lint-ruff lint-format lint-layers lint-types lint-language lint-device language carried clean
 
 env: $(VENV)/.ready  ## the environment in which every command of the documentation works
 	@echo "Activate it: . $(BIN)/activate"
@@ -87,7 +87,7 @@ $(VLLM_VENV)/.ready: requirements-vllm.txt
 	$(VLLM_VENV)/bin/pip install -q -r $<
 	touch $@
 
-lint: lint-ruff lint-format lint-layers lint-types lint-language
+lint: lint-ruff lint-format lint-layers lint-types lint-language lint-device
 
 lint-ruff: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -107,6 +107,10 @@ lint-language: $(VENV)/.ready
 
 language: $(VENV)/.ready
 	$(BIN)/python -m tests.language --update
+
+# Each line that only CUDA runs has a test on the emulated device, or a reason.
+lint-device: $(VENV)/.ready
+	$(BIN)/python -m pytest -q tests/device/test_lines.py
 
 $(VENV)/.ready: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
