@@ -37,6 +37,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WEFT_KEY", "a key for tests, long enough")
+os.environ.setdefault("WEFT_FLOAT8_ON_CPU", "1")
 if not NUM_GPUS:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 

@@ -163,8 +163,9 @@ def run_here(config: WeftConfig, folder: Path, early: EarlyProcess, *, supervise
     os.environ.update(environment(os.environ) | job_key(config, os.environ))
     if columns := columns_of(sys.stderr):
         os.environ[COLUMNS] = str(columns)
-    file = write_config(config, folder / ".checked.yaml")
+    file = folder / ".checked.yaml"
     try:
+        write_config(config, file)
         code = early.run(f"{check_inputs.__module__}:{check_inputs.__name__}", [str(file)])
     finally:
         file.unlink(missing_ok=True)

@@ -11,7 +11,6 @@ from tests.device import fp16, mutants, observations, training, uses, waits
 from tests.device.build import obstacle
 from tests.device.lines import FOLDER, require
 from tests.device.ranks import run_on_devices
-from weft.conf.host.float8 import ON_CPU
 from weft.tools.ranks import run_ranks
 
 pytestmark = [
@@ -192,8 +191,7 @@ def test_fp16_steps_on_a_device_skip_like_deepspeed_and_wait_after_their_last_op
 
 
 @pytest.mark.parametrize("num_ranks", CASES)
-def test_training_is_that_of_a_cpu_without_races(num_ranks, monkeypatch):
-    monkeypatch.setenv(ON_CPU, "1")
+def test_training_is_that_of_a_cpu_without_races(num_ranks):
     cases, runs = CASES[num_ranks], "training" if num_ranks > 1 else ""
     expected = run_ranks(num_ranks, training.train_on_cpu, list(cases.values()), STEPS, timeout_s=400)[0]
     results = run_on_devices(num_ranks, training.train, list(cases.values()), STEPS, timeout_s=400, runs=runs)

@@ -6,7 +6,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine.float8 import STEPS, config_of, torchao_loss, trained
 from tests.engine.tiny import batches, reference_losses
-from weft.conf.host.float8 import ON_CPU
 from weft.tools.ranks import run_ranks
 
 pytest.importorskip("torchao")
@@ -30,9 +29,8 @@ LOCAL_SCALES = {
 }
 
 
-def off_by(cases, folder, monkeypatch):
+def off_by(cases, folder):
     """Return the largest relative difference of any loss, after checking that exports compute what engines evaluate."""
-    monkeypatch.setenv(ON_CPU, "1")
     configs = [config_of(*case) for case in cases.values()]
     results = run_ranks(4, trained, configs, str(folder), timeout_s=500)[0]
     found = {}
@@ -50,14 +48,14 @@ def off_by(cases, folder, monkeypatch):
 
 
 @pytest.mark.timeout(200)
-def test_losses_equal_torchao(tmp_path, monkeypatch):
+def test_losses_equal_torchao(tmp_path):
     """As closely as those of bf16 runs; the run stops and resumes halfway."""
-    assert max(off_by(FAST, tmp_path, monkeypatch).values()) < 1e-3
+    assert max(off_by(FAST, tmp_path).values()) < 1e-3
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_losses_of_other_layouts_equal_torchao(tmp_path, monkeypatch):
+def test_losses_of_other_layouts_equal_torchao(tmp_path):
     """Ranks that share layers scale their own parts, which rounds differently."""
-    found = off_by(SLOW | LOCAL_SCALES, tmp_path, monkeypatch)
+    found = off_by(SLOW | LOCAL_SCALES, tmp_path)
     assert all(off < (3e-3 if name in LOCAL_SCALES else 1e-3) for name, off in found.items()), found
