@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from benchmarks.memory import QUICKSTART, memory_row, random_batches
+from benchmarks.memory import QUICKSTART, known_bandwidth, memory_row, random_batches
 from benchmarks.results import finish, parse, show
 from weft.conf.compose import compose
 from weft.tools.tables import table_of
@@ -116,7 +116,8 @@ def measure_emulated(layouts: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     """Return figures of this rank's emulated GPU in each of the layouts, whose attention stores no scores."""
     cuda = import_module("tests.device.cuda")  # a peer only, which is not checked with Weft
     cuda.native.emulated_fuse_attention()
-    return [measure(layout, EMULATED_STEPS) for layout in layouts]
+    with known_bandwidth():
+        return [measure(layout, EMULATED_STEPS) for layout in layouts]
 
 
 def emulated() -> Iterator[dict[str, Any]]:

@@ -6,7 +6,7 @@ import argparse
 import gc
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import process_time
@@ -131,14 +131,18 @@ def _on_base(config: WeftConfig, folder: str) -> WeftConfig:
     return replace(config, model=replace(config.model, path=folder, overrides={}))
 
 
+def known_bandwidth() -> AbstractContextManager[object]:
+    """Return the context in which memory's bandwidth is not measured by a copy, which takes more than a step."""
+    return patch.object(gathering, "usable_memory", lambda *_: BYTES_PER_S)
+
+
 @contextmanager
 def recorded_tensors() -> Iterator[None]:
     """Context in which the record of tensors has those of steps alone, and all of them.
 
-    Channels have no shared memory, which it misses. Memory is not measured by a copy that takes more than a step.
+    Channels have no shared memory, which it misses.
     """
-    bandwidth = patch.object(gathering, "usable_memory", lambda *_: BYTES_PER_S)
-    with patch.object(neighbours, "share", lambda hops, **_: ({}, hops)), bandwidth:
+    with patch.object(neighbours, "share", lambda hops, **_: ({}, hops)), known_bandwidth():
         yield
 
 
