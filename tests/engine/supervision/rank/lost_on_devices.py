@@ -28,8 +28,8 @@ from weft.engine.supervision.rank import attempts
 from weft.engine.supervision.rank.attempts import run_attempts
 from weft.engine.zero.sharding import Sharding
 
-LIMIT_S = 40.0
-"""After which a device that waits is stuck."""
+LIMIT_S = 120.0
+"""After which a device that waits is stuck. On a busy host ranks leave an attempt at times that far apart."""
 LEAVES_S = 200.0
 """In place of `THREADS_S`: no agent starts a rank again that has waited too long for a slow one to leave."""
 
