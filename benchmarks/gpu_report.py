@@ -98,8 +98,7 @@ def items(out: Path, *, emulated: bool = False) -> tuple[Item, ...]:
     of_block = "a block of a Llama-8B at 4k and 8k tokens: MFU by kernels and attention"
     of_worker = "a vLLM worker in the bubbles of a pipeline, on one GPU: how much longer a step takes"
     scores = ("--gpu", "--evaluate", "16", "--python", sys.executable, "--rounds", "2")
-    worker = (*scores, "--shape", *_llama(*LLAMA_1B, emulated=emulated))
-    of_strands = "strand pairs of two ranks on one GPU: their step over the same step without pairs"
+    shape = ("--shape", *_llama(*LLAMA_1B, emulated=emulated))
     of_kernels = "its kernels and its loss, compared with torch.compile and Liger"
     cache = str(out / "cache")
     seven, seconds = (LLAMA_TINY, "2") if emulated else (LLAMA_7B, "30")
@@ -128,8 +127,8 @@ def items(out: Path, *, emulated: bool = False) -> tuple[Item, ...]:
         run("one", "a run on one GPU", 1, "pipeline.stages=1"),
         Item("links", "how the GPUs are joined", ("nvidia-smi", "topo", "-m"), 0, 10.0),
         Item("software", "torch, CUDA, NCCL", ("-m", "torch.utils.collect_env"), 0, 30.0),
-        bench("bubbles", of_worker, *worker, num_gpus=1, limit_s=200.0, needs="vllm"),
-        bench("strands", of_strands, "--shape", *_llama(*LLAMA_1B, emulated=emulated), num_gpus=1, limit_s=100.0),
+        bench("bubbles", of_worker, *scores, *shape, num_gpus=1, limit_s=200.0, needs="vllm"),
+        bench("strands", "a step with strand pairs, on one GPU", *shape, num_gpus=1, limit_s=100.0),
         bench("engines", "a step over its simulation, on this machine's processor", *engines, limit_s=200.0),
     )
 

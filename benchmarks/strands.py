@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.memory import VOCABULARY, random_batches
 from benchmarks.peers.on_one_gpu import TWO_SITES, run_on_one_gpu
 from benchmarks.results import finish, parse, show
 from weft.conf import load
@@ -19,7 +20,7 @@ from weft.pipeline.action import Action, Op, Slot
 from weft.pipeline.schedule import Schedule
 from weft.tools.tables import table_of
 
-RANKS, MICROBATCHES, VOCABULARY = 2, 4, 4096
+RANKS, MICROBATCHES = 2, 4
 LAYOUT = (
     f"cluster.ranks={RANKS}",
     f"parallel.tensor={RANKS}",
@@ -67,10 +68,7 @@ def compare(rounds: int, shape: Sequence[str]) -> dict[str, Any]:
     config.model.self_check = False
     config.model.overrides.setdefault("vocab_size", VOCABULARY)
     engine, *_ = initialize(config=config)
-    generator = torch.Generator().manual_seed(0)
-    size = (config.train.microbatch_size, config.data.sequence_length)
-    ids = torch.randint(VOCABULARY, size, generator=generator)
-    engine.set_dataiterator(repeat({"input_ids": ids, "labels": ids}))
+    engine.set_dataiterator(repeat(next(random_batches(config))))
     found: dict[str, Any] = {"apart": [], "pairs": [], "values": []}
     for number in range(rounds + 1):
         for kind in ("apart", "pairs"):

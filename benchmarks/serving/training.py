@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.adapting.disturbance import real_time
+from benchmarks.memory import VOCABULARY, random_batches
 from benchmarks.peers.case import EngineCase
 from benchmarks.peers.emulated_stage import EmulatedWork
 from weft.conf import load
@@ -24,8 +25,6 @@ from weft.inference.board.common_bubbles import Spans
 from weft.pipeline.costs import LinkCost
 
 WORK = EmulatedWork(forward_s=0.02, input_s=0.02, weight_s=0.02, hidden_bytes=2**18)
-VOCABULARY = 4096
-"""Vocabulary of the real model's random tokens."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +122,5 @@ def _real(training: Training) -> WeftEngine:
     quick.pipeline.schedule = config.pipeline.schedule
     quick.model.overrides.setdefault("vocab_size", VOCABULARY)
     engine, *_ = initialize(config=quick)
-    generator = torch.Generator().manual_seed(0)
-    size = (quick.train.microbatch_size, quick.data.sequence_length)
-    ids = torch.randint(VOCABULARY, size, generator=generator)
-    engine.set_dataiterator(repeat({"input_ids": ids, "labels": ids}))
+    engine.set_dataiterator(repeat(next(random_batches(quick))))
     return engine

@@ -12,7 +12,7 @@ from weft.comm.collectives import CollectiveCosts, Group, Primitive
 from weft.comm.collectives.cache import CostCache, topology_key
 from weft.comm.collectives.costs import AlphaBeta
 from weft.comm.collectives.group import LinkClass
-from weft.conf.schema import ChunkedLoss, ContextExchange, WeftConfig
+from weft.conf.schema import ChunkedLoss, ContextExchange, Float8, WeftConfig
 from weft.engine.parallel.context_exchange import choose_exchange
 from weft.engine.planning.devices import data_sheet
 from weft.engine.planning.estimates import planning_costs, working_bytes
@@ -22,6 +22,7 @@ from weft.engine.planning.schedules import open_placements
 from weft.engine.precision import DTYPES
 from weft.engine.stages.cutting.split import split_model
 from weft.pipeline.memory import USABLE, RankMemory
+from weft.pipeline.workload import ModelWork
 
 _LAUNCH_S = 1e-5
 """Latency of a collective inside of a host where nothing but the data sheet is known."""
@@ -132,3 +133,27 @@ def _known(axis: str, facts: Facts) -> bool:
     link = facts.axes[axis].group.flat.links[0]
     needed = (Primitive.all_gather, Primitive.reduce_scatter, Primitive.all_to_all)
     return all((link, primitive) in costs.table for primitive in needed)
+
+
+def with_float8(work: ModelWork, recipe: Float8, device: torch.device) -> ModelWork:
+    """Count the products of fp8 layers as bf16 operations that take as long, by the device's data sheet.
+
+    Casts are not counted. Layers with experts, whose products stay in bf16, are not changed.
+    """
+    sheet = None if recipe is Float8.none else data_sheet(device)
+    if sheet is None or "fp8" not in sheet.peak:
+        return work
+    ratio = sheet.peak["bf16"] / sheet.peak["fp8"]
+    of_weights = 1.0 if recipe is Float8.rowwise_with_gw_hp else ratio
+    layers = (
+        replace(
+            layer,
+            matmul_flops=layer.matmul_flops * ratio,
+            trained_flops=layer.trained_flops * of_weights,
+            attention_matmul_flops=layer.attention_matmul_flops * ratio,
+        )
+        for layer in work.layers
+    )
+    return replace(
+        work, layers=tuple(old if old.routed_layers else new for old, new in zip(work.layers, layers, strict=True))
+    )

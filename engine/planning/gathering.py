@@ -40,8 +40,8 @@ from weft.engine.layout import RankLayout
 from weft.engine.models.sizes import meta_model, model_sizes
 from weft.engine.models.skeleton import hf_model
 from weft.engine.models.tracing import trace_model
-from weft.engine.planning.axis_facts import with_axes, with_chunked_loss, with_exchange
-from weft.engine.planning.devices import data_sheet, host_copies, usable_flops, usable_memory
+from weft.engine.planning.axis_facts import with_axes, with_chunked_loss, with_exchange, with_float8
+from weft.engine.planning.devices import host_copies, usable_flops, usable_memory
 from weft.engine.planning.facts import Facts, Links, fact_kinds
 from weft.engine.planning.memory import OptimizerMaker, state_bytes
 from weft.engine.planning.schedules import open_placements, read_costs
@@ -337,30 +337,6 @@ def _traced(
     with contextlib.suppress(OSError):  # it is traced again the next time
         cache.add({key: work.to_dict()})
     return work, "the model's forward, traced on the meta device"
-
-
-def with_float8(work: ModelWork, recipe: Float8, device: torch.device) -> ModelWork:
-    """Count the products of fp8 layers as bf16 operations that take as long, by the device's data sheet.
-
-    Casts are not counted. Layers with experts, whose products stay in bf16, are not changed.
-    """
-    sheet = None if recipe is Float8.none else data_sheet(device)
-    if sheet is None or "fp8" not in sheet.peak:
-        return work
-    ratio = sheet.peak["bf16"] / sheet.peak["fp8"]
-    of_weights = 1.0 if recipe is Float8.rowwise_with_gw_hp else ratio
-    layers = (
-        replace(
-            layer,
-            matmul_flops=layer.matmul_flops * ratio,
-            trained_flops=layer.trained_flops * of_weights,
-            attention_matmul_flops=layer.attention_matmul_flops * ratio,
-        )
-        for layer in work.layers
-    )
-    return replace(
-        work, layers=tuple(old if old.routed_layers else new for old, new in zip(work.layers, layers, strict=True))
-    )
 
 
 def _teacher_work(config: WeftConfig, teacher: PreTrainedConfig) -> ModelWork | None:

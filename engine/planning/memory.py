@@ -176,9 +176,9 @@ def rank_memory(
         gathered: weights that each virtual stage gathers.
     """
 
-    def during(action: Action, zero: ZeroMemory, last: Collection[Action]) -> float:
+    def during(action: Action, zero: ZeroMemory, reducers: Collection[Action]) -> float:
         gathers = not gathered[action.stage].is_whole and action.op is not Op.W
-        reducing = zero.buffers - zero.gathering if action in last else 0.0
+        reducing = zero.buffers - zero.gathering if action in reducers else 0.0
         needed = working[action.stage].during(action.op, zero.gathering * gathers + reducing)
         # the bytes along a row have all of it while the input gradient runs
         return needed - (costs.stages[action.stage].weight_saved_bytes if action.op is Op.I else 0.0)
@@ -189,12 +189,12 @@ def rank_memory(
         held = single.placement.rank_stages[rank]
         saved = [entry.num_bytes for entry in held_along(row, costs)]
         sent = list(_sent_along(row, costs))
-        last = _reducing(row, config.zero.reduce_every) if config.zero.stage == 3 else ()
+        reducers = _reducing(row, config.zero.reduce_every) if config.zero.stage == 3 else ()
         counted = max(gathered[stage].num_bytes for stage in held)  # among the weights of the state
         used = [
             num_bytes
             + on_its_way
-            + max((during(action, state, last) for action in slot if action.op in COMPUTE), default=0.0)
+            + max((during(action, state, reducers) for action in slot if action.op in COMPUTE), default=0.0)
             + state.gathering * (slot[0].op is Op.UNSHARD)
             + sum(gathered[stage].num_bytes for stage in {action.stage for action in slot})
             - counted

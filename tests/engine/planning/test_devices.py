@@ -9,9 +9,9 @@ from tests.engine.stages.tiny import tiny
 from weft.conf.host.measurements import Measurements
 from weft.conf.schema import Float8
 from weft.engine.models.tracing import trace_model
-from weft.engine.planning import devices, gathering
+from weft.engine.planning import axis_facts, devices
+from weft.engine.planning.axis_facts import with_float8
 from weft.engine.planning.devices import usable_flops
-from weft.engine.planning.gathering import with_float8
 from weft.engine.stages.files.loading import load_hf_config
 from weft.pipeline.hardware import EFFICIENCY, GPU_KINDS
 
@@ -50,9 +50,9 @@ def test_failed_write_of_measurements_logs_a_warning(tmp_path, measured, caplog)
 def test_fp8_products_are_planned_at_the_speed_of_the_data_sheet(monkeypatch):
     dense, experts = (trace_model(load_hf_config(tiny(arch)), 16) for arch in ("llama", "mixtral"))
     assert with_float8(dense, Float8.tensorwise, CPU) == dense, "no data sheet"
-    monkeypatch.setattr(gathering, "data_sheet", lambda _: GPU_KINDS["A100"])
+    monkeypatch.setattr(axis_facts, "data_sheet", lambda _: GPU_KINDS["A100"])
     assert with_float8(dense, Float8.tensorwise, CPU) == dense, "no fp8"
-    monkeypatch.setattr(gathering, "data_sheet", lambda _: GPU_KINDS["B200"])
+    monkeypatch.setattr(axis_facts, "data_sheet", lambda _: GPU_KINDS["B200"])
     assert with_float8(dense, Float8.none, CPU) == dense
     assert with_float8(experts, Float8.rowwise, CPU) == experts
     for recipe, of_weights in ((Float8.rowwise, 0.5), (Float8.rowwise_with_gw_hp, 1.0)):

@@ -4,22 +4,16 @@ import asyncio
 import contextlib
 import json
 import socket
-import ssl
-import subprocess
-from pathlib import Path
 
-import httpx
 import pytest
 import uvicorn
 
 from tests.inference.controller.fake_workers import DECODE, EVENTS, FakeWorkers, fleet_of
-from weft.conf.schema import ControllerConfig, PrefillWorkerConfig, WeftConfig
+from weft.conf.schema import PrefillWorkerConfig, WeftConfig
 from weft.inference.controller.clients import Clients
 from weft.inference.controller.prompts import counter
 from weft.inference.controller.server import app_of, server_config
 from weft.inference.controller.service import Service
-from weft.inference.worker.command import addresses, controller_url
-from weft.recipes.serving.checks import check_certificate
 
 PREFILL = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()
 METRICS = b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -409,56 +403,3 @@ def test_prompts_are_counted_by_the_tokenizer(tmp_path):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert counter(str(tmp_path))("a b c a") == 4
     assert counter("")("12345678") == 3
-
-
-def write_certificate(folder):
-    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    words += ["-subj", "/CN=x", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", folder / "key", "-out"]
-    subprocess.run([*words, folder / "cert"], check=True, capture_output=True, timeout=60)
-    return {"ssl_certfile": str(folder / "cert"), "ssl_keyfile": str(folder / "key")}
-
-
-async def test_clients_with_the_certificate_are_served_by_https(tmp_path):
-    files = write_certificate(tmp_path)
-    config = WeftConfig()
-    config.inference.controller = ControllerConfig(**files)
-    check_certificate(config)
-    assert controller_url(config) == "https://127.0.0.1:8300"
-    async with server(FakeWorkers(1), **files) as (port, _):
-        trust = ssl.create_default_context(cafile=files["ssl_certfile"])
-        async with httpx.AsyncClient(verify=trust) as client:
-            answer = await client.post(f"https://127.0.0.1:{port}/v1/completions", content=PREFILL)
-            assert answer.status_code == 200
-        assert not await ask(port, HEAD + PREFILL), "plain HTTP gets no answer"
-
-
-async def test_a_server_is_reached_by_https_if_its_certificate_is_trusted(tmp_path, monkeypatch):
-    files = write_certificate(tmp_path)
-    statuses = []
-    async with server(FakeWorkers(1), **files) as (behind, _):
-        for trusted in ("", files["ssl_certfile"]):
-            monkeypatch.setenv("SSL_CERT_FILE", trusted)
-            async with server(FakeWorkers(1), f"https://127.0.0.1:{behind}", over_tcp=True) as (port, _):
-                statuses.append((await ask(port, HEAD + PREFILL)).split(b" ")[1])
-    assert statuses == [b"503", b"200"]
-
-
-def test_a_worker_with_a_certificate_has_an_address_with_https():
-    config = WeftConfig()
-    for arguments, scheme in (["--ssl-keyfile=x", "--ssl_certfile", "y"], "https"), ([], "http"):
-        config.inference.prefill.arguments = arguments
-        assert addresses(config)[0].url == f"{scheme}://127.0.0.1:8301"
-
-
-@pytest.mark.parametrize("broken", ["ssl_certfile", "ssl_keyfile", "no certificate"])
-def test_a_certificate_that_cannot_be_loaded_is_refused_before_any_process_starts(tmp_path, broken):
-    files = write_certificate(tmp_path)
-    if broken in files:
-        Path(files[broken]).write_text("none")
-    else:
-        files["ssl_certfile"] = ""
-    config = WeftConfig()
-    config.inference.controller = ControllerConfig(**files)
-    with pytest.raises(ValueError, match=r"inference\.controller\.ssl_certfile=") as raised:
-        check_certificate(config)
-    assert "give PEM files" in str(raised.value) or "set inference.controller.ssl_certfile" in str(raised.value)
