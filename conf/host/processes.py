@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from time import sleep
 from types import FrameType
 from typing import NamedTuple, NoReturn, TextIO
 
@@ -29,6 +30,8 @@ STOPPED = frozenset("Tt")
 USUAL_S = 5e-5
 """Default timer slack of a process in Linux, in seconds."""
 _PR_SET_PDEATHSIG, _PR_SET_TIMERSLACK = 1, 29
+_SESSION_TRIES = 20
+"""How often to try to set a session's priority, which Linux accepts once in 0.1 s from all users together."""
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before a fork: the child should call, and nothing more
 COLUMNS = "WEFT_COLUMNS"
 """Environment variable of ranks with the width of the terminal that displays their output."""
@@ -122,6 +125,25 @@ def set_timer_slack(seconds: float) -> None:
     The least is 1 ns. Only timed waits change. A wait that an event ends is as prompt as before.
     """
     _LIBC.prctl(_PR_SET_TIMERSLACK, max(1, round(seconds * 1e9)))
+
+
+def give_way(niceness: int) -> None:
+    """Add ``niceness`` to this process's, and set its session's if this process leads one.
+
+    Linux shares cores out by session first (`sched_autogroup_enabled`), so that beside other sessions a process's own
+    niceness does not count.
+    """
+    os.nice(niceness)
+    if os.getsid(0) != os.getpid():
+        return
+    for _ in range(_SESSION_TRIES):
+        try:
+            Path("/proc/self/autogroup").write_text(str(niceness))
+            return
+        except BlockingIOError:
+            sleep(0.1)
+        except OSError:  # this kernel does not
+            return
 
 
 def allow_files() -> None:

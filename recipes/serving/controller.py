@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 
 from weft.conf import load
+from weft.conf.host.processes import give_way
 from weft.inference.worker.command import controller_url
 from weft.recipes.serving.checks import check_certificate
 from weft.recipes.serving.processes import NICE
@@ -34,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"{error.name} is not installed; pip install 'weft[serve]'") from error
     check_certificate(config)
     app = app_of(config, os.environ)
-    os.nice(NICE)
+    give_way(NICE)
     print(f"controller: {controller_url(config)}", flush=True)
     serve(app, config.inference.controller)
     return 0

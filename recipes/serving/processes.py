@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from weft.conf.host.processes import end_with_parent, set_timer_slack
+from weft.conf.host.processes import end_with_parent, give_way, set_timer_slack
 from weft.recipes.serving.checks import reason_of
 
 STARTING_S = 600.0
@@ -41,8 +41,8 @@ SLACK_S = 0.05
 A vLLM server on a CPU has a dozen gloo threads that poll every 10 ms, which is nearly all of its work while its gate is
 closed.
 """
-NICE = 5
-"""Niceness of a server that competes with ranks for cores, so that the ranks have priority."""
+NICE, MOST_NICE = 5, 19
+"""Niceness of a server that competes with ranks for cores, so that the ranks have priority, and of one that yields."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,11 +211,12 @@ def run_on_idle_cores() -> None:
     A rank that wakes up preempts such a process at once.
     """
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    give_way(MOST_NICE)
     set_timer_slack(SLACK_S)
     end_with_parent()
 
 
 def run_below_ranks() -> None:
     """Run with lower priority than the ranks, but also on busy cores, and end when the parent process ends."""
-    os.nice(NICE)
+    give_way(NICE)
     end_with_parent()

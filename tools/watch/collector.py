@@ -26,7 +26,7 @@ import numpy as np
 
 from weft.conf.host.documents import parse_json, read_text
 from weft.conf.host.files import replacing, write_atomic
-from weft.conf.host.processes import allow_files
+from weft.conf.host.processes import allow_files, give_way
 from weft.engine.observability.event_ring import (
     KINDS,
     LINKS,
@@ -335,7 +335,7 @@ def _after(write: Callable[[], None], least_s: float) -> float:
 def main(argv: Sequence[str]) -> int:
     """Run ``RUN_FOLDER PROMETHEUS_PORT`` until all ranks of this host have ended."""
     run_folder, port = Path(argv[0]), int(argv[1])
-    os.nice(10)
+    give_way(10)
     allow_files()  # each mapped ring keeps one open
     lock = _lock(run_folder / FOLDER)
     if lock is None:

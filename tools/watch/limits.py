@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from functools import partial
@@ -14,6 +13,7 @@ from threading import Lock
 from time import monotonic
 from typing import IO, Any
 
+from weft.conf.host.processes import give_way
 from weft.tools.watch.views import EXPLAIN_S
 
 REST = 5.0
@@ -47,7 +47,11 @@ class Limits:
                 self._begun = monotonic()
                 self._output, self._errors = TemporaryFile(), TemporaryFile()  # noqa: SIM115 (until they have been read)
                 self._process = subprocess.Popen(
-                    self._command, stdout=self._output, stderr=self._errors, preexec_fn=partial(os.nice, 10)
+                    self._command,
+                    stdout=self._output,
+                    stderr=self._errors,
+                    start_new_session=True,
+                    preexec_fn=partial(give_way, 10),
                 )
             return self._text
 

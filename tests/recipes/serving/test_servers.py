@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from weft.conf import load
+from weft.conf.host.processes import give_way
 from weft.inference.worker.command import workers_of
 from weft.recipes.serving import processes, serve
 from weft.recipes.serving.checks import reason_of
@@ -21,23 +22,38 @@ from weft.recipes.serving.checks import reason_of
 SHARE_OF_CORES = """
 import ctypes, os
 print(os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0), ctypes.CDLL(None).prctl(30))
+if os.path.exists("/proc/self/autogroup"):
+    print(open("/proc/self/autogroup").read().split()[-1])
 """
-"""A program that says how it is scheduled, and its timer slack in nanoseconds (30 is PR_GET_TIMERSLACK)."""
+"""A program that says how it is scheduled, its timer slack in nanoseconds (30 is PR_GET_TIMERSLACK), and how nice its
+session is."""
 
 
 @pytest.mark.parametrize(
     ("become", "policy", "nicer", "slack_s"),
     [
-        (processes.run_on_idle_cores, os.SCHED_IDLE, 0, processes.SLACK_S),
+        (processes.run_on_idle_cores, os.SCHED_IDLE, processes.MOST_NICE, processes.SLACK_S),
         (processes.run_below_ranks, os.SCHED_OTHER, processes.NICE, None),
     ],
 )
 def test_a_worker_yields_cores_as_configured(become, policy, nicer, slack_s):
-    """A worker on a GPU keeps the timers that it was born with: a late one would hold up a launch."""
+    """Also beside other sessions, which Linux may give equal shares.
+
+    A worker on a GPU keeps the timers that it was born with: a late one would hold up a launch.
+    """
     words = [sys.executable, "-c", SHARE_OF_CORES]
-    said = subprocess.run(words, preexec_fn=become, capture_output=True, text=True, check=True).stdout.split()
+    done = subprocess.run(words, preexec_fn=become, start_new_session=True, capture_output=True, text=True, check=True)
     slack_ns = ctypes.CDLL(None).prctl(30) if slack_s is None else round(slack_s * 1e9)
-    assert said == [str(policy), str(min(19, os.getpriority(os.PRIO_PROCESS, 0) + nicer)), str(slack_ns)]
+    nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + nicer)
+    of_session = [nicer] * Path("/proc/self/autogroup").exists()
+    assert done.stdout.split() == list(map(str, [policy, nice, slack_ns, *of_session]))
+
+
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="this kernel does not group sessions")
+def test_who_gives_way_leaves_the_session_of_others_as_it_is():
+    before = Path("/proc/self/autogroup").read_text()
+    subprocess.run([sys.executable, "-c", "pass"], preexec_fn=lambda: give_way(7), check=True)
+    assert Path("/proc/self/autogroup").read_text() == before
 
 
 def test_workers_on_gpus_and_those_that_do_not_yield_are_willing(config, monkeypatch, tmp_path):
