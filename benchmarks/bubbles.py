@@ -111,6 +111,7 @@ class _Bench:
         self.asked: list[tuple[list[Request], int]] = []
         self.memory: dict[str, dict[str, float]] = {}
         self.scored: list[str] = []
+        self.more: dict[str, str] = {}
 
     def run(self, trace: Sequence[Request]) -> int:
         write_model(self.folder / "model")
@@ -131,6 +132,8 @@ class _Bench:
                     watch.end()
                 ranks.result()
             same = self._compare() if self.args.stages > 1 else {}
+            if self.scored:
+                self.more[f"{self.args.evaluate} documents"] = "; ".join(self.scored)
             return self._report(watch, same)
 
     def _run_ranks(self, bed: NetBed | None) -> None:
@@ -159,9 +162,10 @@ class _Bench:
             stock = [answer for requests, seed in self.asked for answer in replay(requests, [url], key="", seed=seed)]
         pairs = [(ours.first, theirs.first) for ours, theirs in zip(self.answers, stock, strict=True)]
         equal = sum(ours is not None and ours == theirs for ours, theirs in pairs)
-        print(f"first tokens equal to a stock server's: {equal} of {len(pairs)}")
+        self.more["first tokens equal to a stock server's"] = f"{equal} of {len(pairs)}"
         for name, sizes in self.memory.items():
-            print(f"memory, {name}: weights {sizes['weights'] / 1e6:.2f} MB, KV cache {sizes['cache'] / 1e6:.1f} MB")
+            weights, cache = (f"{sizes[part] / 1e6:.2f} MB" for part in ("weights", "cache"))
+            self.more[f"memory, {name}"] = f"weights {weights}, KV cache {cache}"
         return {"first tokens equal": [equal, len(pairs)], "memory": self.memory}
 
     @contextlib.contextmanager
@@ -230,7 +234,7 @@ class _Bench:
             steps=self.training.steps_s(),
             prefills=prefills_of(self.folder, self.workers),
             answers=self.answers,
-            more={f"{self.args.evaluate} documents": "; ".join(self.scored)} if self.scored else {},
+            more=self.more,
         )
         figures = report_serving(found) | more
         met = figures["slower"] <= MOST_SLOWER if self.args.evaluate else None

@@ -75,7 +75,7 @@ def report_serving(found: Findings) -> dict[str, Any]:
     rows["bubbles per prompt"] = f"median {median(split):g}, most {max(split)}"
     good = sorted(answer.ttft_s for answer in found.answers if answer.status == 200)
     if found.answers:
-        times = f"p50 {_at(good, 0.5):.2f} s, p90 {_at(good, 0.9):.2f} s"
+        times = f"p50 {at(good, 0.5):.2f} s, p90 {at(good, 0.9):.2f} s"
         rows[f"TTFT, {len(good)} of {len(found.answers)} answered"] = times
     cells = ({"figure": name, "measured": value} for name, value in {**rows, **found.more}.items())
     show(table_of(cells, "training beside prefill in its bubbles", left=2))
@@ -101,5 +101,6 @@ def _spread(values: Sequence[float]) -> str:
     return f"{middle * 1e3:.1f} ms ({(high - low) / middle:.2%} between quartiles, {len(values)} steps)"
 
 
-def _at(ordered: Sequence[float], share: float) -> float:
+def at(ordered: Sequence[float], share: float) -> float:
+    """Return the quantile of sorted values, or NaN if there are none."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")

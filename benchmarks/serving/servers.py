@@ -38,6 +38,10 @@ def settings_of(config: WeftConfig) -> list[str]:
         "inference.prefill.yield_cores": prefill.yield_cores,
         "inference.prefill.arguments": f"[{','.join(map(repr, ARGUMENTS))}]",
     }
+    if config.inference.decode.enabled:
+        given["inference.decode.arguments"] = given["inference.prefill.arguments"]
+        given["inference.decode.port"] = config.inference.decode.port
+        given["inference.controller.max_queue"] = config.inference.controller.max_queue
     return [f"{name}={value}" for name, value in given.items()]
 
 

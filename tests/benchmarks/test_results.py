@@ -57,6 +57,7 @@ def test_without_the_option_nothing_is_written(tmp_path, monkeypatch):
 @pytest.mark.parametrize("bench", benches())
 def test_every_benchmark_refuses_a_file_that_it_could_not_write(bench, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    required = {"engines": ["host"], "inject": ["host"], "bubbles": ["--python", "python", "--trace", "trace.csv"]}
+    required = {"engines": ["host"], "inject": ["host"], "answers": ["--python", "python"]}
+    required["bubbles"] = [*required["answers"], "--trace", "trace.csv"]
     with pytest.raises(ValueError, match="--json /nowhere/x: cannot be written"):
         import_module(f"benchmarks.{bench}").main([*required.get(bench, []), "--json", "/nowhere/x"])
