@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+import socket
+from itertools import accumulate
 from pathlib import Path
+
+import psutil
 
 from weft.conf.host.documents import read_text
 from weft.conf.schema import ClusterConfig, ClusterManager, WeftConfig
@@ -50,6 +54,33 @@ def working_hosts(cluster: ClusterConfig) -> dict[str, int]:
     if len(set(cluster.spares)) == len(hosts):
         raise ValueError(f"cluster.spares={cluster.spares}: no host of {cluster.hostfile} is left to work; spare fewer")
     return {host: slots for host, slots in hosts.items() if host not in cluster.spares}
+
+
+def ranks_by_host(cluster: ClusterConfig) -> dict[str, range]:
+    """Return the ranks of each host of the hostfile on which the run begins."""
+    slots = working_hosts(cluster)
+    ends = accumulate(slots.values())
+    return {host: range(end - slots[host], end) for host, end in zip(slots, ends, strict=True)}
+
+
+def ranks_here(cluster: ClusterConfig) -> range:
+    """Return the ranks that train on this host.
+
+    Raises:
+        ValueError: the hostfile has several hosts, and none of them is known to be this one.
+    """
+    if not cluster.hostfile:
+        return range(cluster.ranks)
+    hosts = ranks_by_host(cluster)
+    if len(hosts) == 1 or cluster.manager is ClusterManager.local:
+        return range(sum(map(len, hosts.values())))
+    name = socket.gethostname()
+    own = {name, name.partition(".")[0]} | {end.address for ends in psutil.net_if_addrs().values() for end in ends}
+    if here := [ranks for host, ranks in hosts.items() if host in own or host.partition(".")[0] == name]:
+        return here[0]
+    raise ValueError(
+        f"inference.prefill.ranks=[]: this host, {name}, is not in {cluster.hostfile}; name the ranks that train here"
+    )
 
 
 def asks_for_nodes(cluster: ClusterConfig) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from weft.conf.schema import DataKind, KvConnector, Quantization, WeftConfig
+from weft.conf.hosts import ranks_by_host, world_size
+from weft.conf.schema import ClusterManager, DataKind, KvConnector, PrefillConfig, Quantization, WeftConfig
 from weft.conf.sources import holds_out
 
 
@@ -18,27 +20,39 @@ def inference_problems(config: WeftConfig) -> Iterator[str]:
 
 
 def _prefill(config: WeftConfig) -> Iterator[str]:
-    prefill, count = config.inference.prefill, config.cluster.ranks
-    ranks = prefill.ranks or list(range(count))
-    if len(set(ranks)) < len(ranks) or min(ranks) < 0:
+    prefill, cluster = config.inference.prefill, config.cluster
+    ranks, hosts = prefill.ranks, [range(world_size(cluster))] if not cluster.hostfile else []
+    if cluster.hostfile and Path(cluster.hostfile).expanduser().is_file():  # ranks of other hosts need no copy of it
+        hosts = list(ranks_by_host(cluster).values())
+    if len(set(ranks)) < len(ranks) or min(ranks, default=0) < 0:
         yield f"inference.prefill.ranks={ranks}: not a list of distinct ranks; name those of this host"
-    elif not config.cluster.hostfile and max(ranks) >= count:
+    elif hosts and max(ranks, default=0) >= (count := hosts[-1].stop):
         yield f"inference.prefill.ranks={ranks}: there are {count} ranks, from 0; correct it, or cluster.ranks"
-    if prefill.model and len(ranks) % prefill.ranks_per_worker:
-        yield (
-            f"inference.prefill.ranks_per_worker={prefill.ranks_per_worker}: {len(ranks)} ranks are not a multiple of "
-            "it; change it, or name the ranks in inference.prefill.ranks"
-        )
-    if prefill.model and len(ranks) % prefill.stages:
-        yield (
-            f"inference.prefill.stages={prefill.stages}: {len(ranks)} ranks are not a multiple of it; change it, or "
-            "name the ranks in inference.prefill.ranks"
-        )
+    elif prefill.model:
+        yield from _groups(prefill, hosts, is_one_host=cluster.manager is ClusterManager.local)
     if prefill.stages > 1 < prefill.ranks_per_worker:
         yield (
             f"inference.prefill.stages={prefill.stages}: with ranks_per_worker={prefill.ranks_per_worker} the ranks of "
             "a stage would have to begin together; set inference.prefill.ranks_per_worker=1"
         )
+
+
+def _groups(prefill: PrefillConfig, hosts: Sequence[range], *, is_one_host: bool) -> Iterator[str]:
+    """Check that ranks can be divided over workers, each of which runs on one host."""
+    for name in ("ranks_per_worker", "stages"):
+        each = getattr(prefill, name)
+        for ranks in [prefill.ranks] if prefill.ranks else hosts:
+            if len(ranks) % each:
+                yield (
+                    f"inference.prefill.{name}={each}: {len(ranks)} ranks are not a multiple of it; change it, or name "
+                    "the ranks in inference.prefill.ranks"
+                )
+                break
+    each = prefill.ranks_per_worker * prefill.stages
+    for first in range(0, 0 if is_one_host else len(prefill.ranks), each):
+        group = set(prefill.ranks[first : first + each])
+        if hosts and not any(group <= set(host) for host in hosts):
+            yield f"inference.prefill.ranks={prefill.ranks}: {sorted(group)} are on several hosts; a worker needs one"
 
 
 def _controller(config: WeftConfig) -> Iterator[str]:

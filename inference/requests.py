@@ -127,9 +127,17 @@ def as_prefill(value: dict[str, Any]) -> dict[str, Any]:
     Each further sequence would keep a KV cache that no instance fetches until its lease ends.
 
     Raises:
-        Refusal: the response could not describe the computed KV cache, or the request would make vLLM's engine exit.
+        Refusal: the response could not describe the computed KV cache, or the request would make vLLM's engine exit or
+            compute outside of bubbles.
     """
     check_inner_fields(value)
+    if _has_media(value.get("messages")):
+        raise Refusal(
+            400,
+            "messages: images and the like are encoded outside of a training job's bubbles; send text, or ask a server "
+            "that decodes",
+            field="messages",
+        )
     if not decodes_elsewhere(value):
         return value
     if (count := num_prompts(value)) > 1:
@@ -179,14 +187,21 @@ def rendered_part(part: Mapping[str, Any], tokens: Sequence[int]) -> dict[str, A
 
 
 def _has_media(messages: object) -> bool:
-    """True if a message has an image or the like, whose encoder would run outside of bubbles."""
+    """True if a message has an image or the like, whose encoder would compute outside of bubbles."""
     parts = [
         part
         for message in (messages if isinstance(messages, list) else ())
         if isinstance(message, dict) and isinstance(message.get("content"), list)
         for part in message["content"]
     ]
-    return any(isinstance(part, dict) and part.get("type") not in ("text", "refusal", "thinking") for part in parts)
+    return any(isinstance(part, dict) and _is_media(part) for part in parts)
+
+
+def _is_media(part: Mapping[str, Any]) -> bool:
+    kind = part.get("type")
+    if kind is None or "uuid" in part:  # vLLM goes by the fields
+        return any(name.startswith(("image", "audio", "video", "input_")) for name in part)
+    return kind not in ("text", "input_text", "output_text", "refusal", "thinking")
 
 
 def depends_on_server(value: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weft.conf.host.private import private_folder, shared_key
-from weft.conf.hosts import run_folder, working_hosts
+from weft.conf.hosts import ranks_by_host, ranks_here, run_folder
 from weft.conf.inference_checks import scored_model
 from weft.conf.schema import DecodeConfig, KvConnector, Precision, PrefillConfig, PrefillWorkerConfig, WeftConfig
 from weft.engine.observability.event_ring import rings_folder
@@ -69,10 +69,14 @@ class Worker:
 
 
 def workers_of(config: WeftConfig) -> tuple[Worker, ...]:
-    """Return the workers that `weft serve` starts on this host."""
+    """Return the workers that `weft serve` starts on this host.
+
+    Raises:
+        ValueError: the ranks that train here are not known.
+    """
     prefill = config.inference.prefill
     each = prefill.ranks_per_worker * prefill.stages
-    ranks = prefill.ranks or list(range(config.cluster.ranks))
+    ranks = prefill.ranks or ranks_here(config.cluster)
     folder = boards_folder(config, os.getuid())
     groups = [tuple(ranks[first : first + each]) for first in range(0, len(ranks), each)]
     return tuple(
@@ -401,9 +405,5 @@ def devices_of(config: WeftConfig, worker: Worker, devices: Sequence[str]) -> li
 
 def _first_rank(config: WeftConfig, worker: Worker) -> int:
     """Return the first rank on the host of a worker's ranks."""
-    first = 0
-    for slots in working_hosts(config.cluster).values() if config.cluster.hostfile else ():
-        if worker.ranks[0] < first + slots:
-            break
-        first += slots
-    return first
+    hosts = ranks_by_host(config.cluster).values() if config.cluster.hostfile else ()
+    return next((ranks.start for ranks in hosts if worker.ranks[0] in ranks), 0)

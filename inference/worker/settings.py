@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 SECTION = "weft"
+VLLM_VERSION = "0.32.0"
+"""The version whose private interfaces the plug-ins use (`vllm_interfaces`); its corrections are accepted as well."""
 SETTINGS_VARIABLE = "WEFT_WORKER_SETTINGS"
 """Environment variable of the process that answers requests, with the same JSON."""
 

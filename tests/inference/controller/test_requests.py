@@ -201,3 +201,21 @@ def test_a_stream_without_a_finish_reason_was_aborted():
     assert is_aborted(begun, ended, done) == [False] * 3
     assert is_aborted(begun + ended + done) == [False]
     assert is_aborted(b'data: {"error": {"message": "wrong"}}\n\n', done) == [False, False]
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "image_url", "image_url": {"url": "x"}}, {"image_url": "x"}, {"type": "new"}]
+)
+def test_images_are_refused_by_workers_and_left_to_the_decode_server(part):
+    value = {"messages": [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, part]}]}
+    assert prompt_part(value) is None
+    for request in (value, value | REMOTE):
+        with pytest.raises(Refusal, match="encoded outside of a training job's bubbles; send text") as refused:
+            as_prefill(request)
+        assert (refused.value.status, refused.value.field) == (400, "messages")
+
+
+@pytest.mark.parametrize("part", [{"text": "one"}, {"type": "output_text", "text": "one"}, "one"])
+def test_parts_of_text_are_not_taken_for_images(part):
+    value = {"messages": [{"role": "user", "content": [part]}]}
+    assert as_prefill(value) == value and prompt_part(value) is not None

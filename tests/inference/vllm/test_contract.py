@@ -15,7 +15,8 @@ vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 from vllm.v1.engine.core import EngineCore, EngineCoreProc  # noqa: E402
 
-from weft.inference.worker.vllm_interfaces import CLASSES, PRIVATE, VERSION  # noqa: E402
+from weft.inference.worker.settings import VLLM_VERSION  # noqa: E402
+from weft.inference.worker.vllm_interfaces import CLASSES, PRIVATE  # noqa: E402
 from weft.inference.worker.vllm_nixl import (  # noqa: E402
     PROGRESS_US,
     PushScheduler,
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.vllm
 
 
 def test_it_is_the_version_that_was_read():
-    assert vllm.__version__ == VERSION
+    assert vllm.__version__ == VLLM_VERSION
 
 
 @pytest.mark.parametrize("name", PRIVATE)

@@ -3,6 +3,7 @@
 import pytest
 
 from weft.conf.schema import WeftConfig
+from weft.inference.worker.settings import VLLM_VERSION
 
 
 @pytest.fixture
@@ -19,10 +20,10 @@ def config():
 def fake_python(tmp_path):
     """Write an interpreter."""
 
-    def written(name="python", *, vllm=True, then="true"):
+    def written(name="python", *, vllm=True, version=VLLM_VERSION, then="true"):
         """Return the path of an interpreter that has vLLM or not, and of which a server does ``then``."""
         path = tmp_path / name
-        path.write_text(f"#!/bin/sh\ncase $1 in -c) exit {int(not vllm)};; esac\n{then}\n")
+        path.write_text(f"#!/bin/sh\ncase $1 in -c) echo {version}; exit {int(not vllm)};; esac\n{then}\n")
         path.chmod(0o755)
         return str(path)
 

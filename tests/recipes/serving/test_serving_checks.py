@@ -13,6 +13,7 @@ from weft.conf import load
 from weft.conf.schema import KvConnector
 from weft.inference.board.layout import boards_folder
 from weft.inference.model_sizes import cache_bytes, model_bytes, stage_bytes
+from weft.inference.worker.settings import VLLM_VERSION
 from weft.recipes.serving import serve
 from weft.recipes.serving.checks import (
     DECODE_REMEDIES,
@@ -191,6 +192,20 @@ def test_a_python_without_vllm_is_refused_before_any_process(config, tmp_path, f
     check_engine(config)
 
 
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "0.320.0", "1.0.0"])
+def test_another_vllm_is_refused_before_any_process(config, fake_python, version):
+    config.inference.prefill.python = fake_python(version=version)
+    problem = rf"inference\.prefill\.python=.*has vLLM {version}, .*; install vllm=={VLLM_VERSION} "
+    with pytest.raises(ValueError, match=problem):
+        check_engine(config)
+
+
+@pytest.mark.parametrize("version", ["0.32.0+cpu", "0.32.1", ""])
+def test_builds_and_corrections_of_this_vllm_are_accepted(config, fake_python, version):
+    config.inference.prefill.python = fake_python(version=version)
+    check_engine(config)
+
+
 @pytest.mark.parametrize("model", ["{}/none", "./none", "~/none", "a/b/none", "{}"])
 def test_a_folder_without_a_model_is_refused_before_any_process(config, tmp_path, model, fake_python):
     config.inference.prefill.python = fake_python()
@@ -239,7 +254,9 @@ def test_the_readmes_lines_serve_prefills():
 
 
 @pytest.mark.parametrize("name", REMEDIES)
-@pytest.mark.parametrize("write", [str, lambda name: name.replace("-", "_"), lambda name: f"{name}=3"])
+@pytest.mark.parametrize(
+    "write", [str, lambda name: name.replace("-", "_"), lambda name: f"{name}=3", lambda name: f"{name}.part=3"]
+)
 def test_an_argument_that_weft_sets_or_cannot_have_is_named_with_what_to_do(name, write):
     argument = f"--{write(name)}"
     assert list(problems_of(["--seed", "3", argument])) == [f"{argument}: {REMEDIES[name]}"]
