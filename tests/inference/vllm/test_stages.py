@@ -99,8 +99,8 @@ def test_first_tokens_over_ranks_with_opposite_bubbles_equal_those_of_one_worker
         shown = {(event["start"], event["end"], decode(int(event["first"])).microbatch) for event in events}
         assert len(shown) == len(events)
         assert {(*step["spans"][stage], sum(step["tokens"].values())) for step in steps} <= shown
-    for stage in range(stages):  # each rank learns its own costs
-        assert PrefillCost.load(stage_file(tmp_path / "cost.json", stage), quantile=0.98).steps > TRUSTED
+    for stage in range(stages):  # each rank learns its own costs, and saves them once they are trusted
+        assert PrefillCost.load(stage_file(tmp_path / "cost.json", stage), quantile=0.98).steps >= TRUSTED
     assert in_bubbles == first_tokens(tmp_path, prompts, stock, together=False, adapter=adapter)
     if has_adapter:
         without = first_tokens(tmp_path, prompts, stock, together=False)
