@@ -56,31 +56,33 @@ def working_hosts(cluster: ClusterConfig) -> dict[str, int]:
     return {host: slots for host, slots in hosts.items() if host not in cluster.spares}
 
 
-def ranks_by_host(cluster: ClusterConfig) -> dict[str, range]:
-    """Return the ranks of each host of the hostfile on which the run begins."""
-    slots = working_hosts(cluster)
-    ends = accumulate(slots.values())
-    return {host: range(end - slots[host], end) for host, end in zip(slots, ends, strict=True)}
+def ranks_by_host(cluster: ClusterConfig) -> list[range]:
+    """Return the ranks of each host on which the run begins."""
+    slots = [cluster.ranks]
+    if cluster.hostfile:
+        slots = list(working_hosts(cluster).values())
+    elif asks_for_nodes(cluster):
+        slots *= sum(site.nodes for site in cluster.sites)
+    return [range(end - count, end) for count, end in zip(slots, accumulate(slots), strict=True)]
 
 
 def ranks_here(cluster: ClusterConfig) -> range:
     """Return the ranks that train on this host.
 
     Raises:
-        ValueError: the hostfile has several hosts, and none of them is known to be this one.
+        ValueError: there are several hosts, and none of them is known to be this one.
     """
-    if not cluster.hostfile:
-        return range(cluster.ranks)
     hosts = ranks_by_host(cluster)
     if len(hosts) == 1 or cluster.manager is ClusterManager.local:
-        return range(sum(map(len, hosts.values())))
+        return range(sum(map(len, hosts)))
     name = socket.gethostname()
     own = {name, name.partition(".")[0]} | {end.address for ends in psutil.net_if_addrs().values() for end in ends}
-    if here := [ranks for host, ranks in hosts.items() if host in own or host.partition(".")[0] == name]:
-        return here[0]
-    raise ValueError(
-        f"inference.prefill.ranks=[]: this host, {name}, is not in {cluster.hostfile}; name the ranks that train here"
-    )
+    names = working_hosts(cluster) if cluster.hostfile else ()
+    for host, ranks in zip(names, hosts, strict=False):
+        if host in own or host.partition(".")[0] == name:
+            return ranks
+    where = f"is not in {cluster.hostfile}" if names else f"is one of {len(hosts)} that a cluster manager chooses"
+    raise ValueError(f"inference.prefill.ranks=[]: this host, {name}, {where}; name the ranks that train here")
 
 
 def asks_for_nodes(cluster: ClusterConfig) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from weft.conf.hosts import ranks_by_host, world_size
+from weft.conf.hosts import ranks_by_host
 from weft.conf.schema import ClusterManager, DataKind, KvConnector, PrefillConfig, Quantization, WeftConfig
 from weft.conf.sources import holds_out
 
@@ -21,9 +21,9 @@ def inference_problems(config: WeftConfig) -> Iterator[str]:
 
 def _prefill(config: WeftConfig) -> Iterator[str]:
     prefill, cluster = config.inference.prefill, config.cluster
-    ranks, hosts = prefill.ranks, [range(world_size(cluster))] if not cluster.hostfile else []
-    if cluster.hostfile and Path(cluster.hostfile).expanduser().is_file():  # ranks of other hosts need no copy of it
-        hosts = list(ranks_by_host(cluster).values())
+    ranks, hosts = prefill.ranks, list[range]()
+    if not cluster.hostfile or Path(cluster.hostfile).expanduser().is_file():  # ranks of other hosts need no copy of it
+        hosts = ranks_by_host(cluster)
     if len(set(ranks)) < len(ranks) or min(ranks, default=0) < 0:
         yield f"inference.prefill.ranks={ranks}: not a list of distinct ranks; name those of this host"
     elif hosts and max(ranks, default=0) >= (count := hosts[-1].stop):

@@ -405,5 +405,4 @@ def devices_of(config: WeftConfig, worker: Worker, devices: Sequence[str]) -> li
 
 def _first_rank(config: WeftConfig, worker: Worker) -> int:
     """Return the first rank on the host of a worker's ranks."""
-    hosts = ranks_by_host(config.cluster).values() if config.cluster.hostfile else ()
-    return next((ranks.start for ranks in hosts if worker.ranks[0] in ranks), 0)
+    return next((ranks.start for ranks in ranks_by_host(config.cluster) if worker.ranks[0] in ranks), 0)

@@ -48,6 +48,18 @@ def test_ranks_of_this_host_are_those_behind_its_address_or_all_if_it_plays_all_
         ranks_here(load([hostfile, "cluster.spares=[127.0.0.1]"]).cluster)
 
 
+def test_a_cluster_manager_gives_each_node_as_many_ranks():
+    nodes = ["cluster.manager=slurm", "cluster.ranks=8", "cluster.sites=[{name: a, nodes: 2}]"]
+    worker = [*nodes, "inference.prefill.model=m", "inference.prefill.stages=2"]
+    load([*worker, "inference.prefill.ranks=[14,15]"])
+    with pytest.raises(ValueError, match=r"\[7, 8\] are on several hosts"):
+        load([*worker, "inference.prefill.ranks=[7,8]"])
+    with pytest.raises(ValueError, match=r"\[16\]: there are 16 ranks"):
+        load([*worker, "inference.prefill.ranks=[16]"])
+    with pytest.raises(ValueError, match=r"is one of 2 that a cluster manager chooses; name the ranks"):
+        ranks_here(load(worker).cluster)
+
+
 def test_a_worker_runs_on_one_host(hostfile):
     worker = [hostfile, "inference.prefill.model=m", "inference.prefill.stages=2"]
     load([*worker, "inference.prefill.ranks=[2,3,6,7]"])
