@@ -292,7 +292,7 @@ def test_a_worker_with_nixl_has_no_expandable_segments(config, tmp_path, name, t
 
 def test_a_decoder_recomputes_what_it_cannot_fetch(config):
     assert kv_transfer(config.inference.prefill, on_cpu=True)["kv_load_failure_policy"] == "recompute"
-    documented = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
+    documented = (Path(__file__).parents[3] / "docs" / "serving_reference.md").read_text()
     assert '"kv_load_failure_policy": "recompute"' in documented
 
 
