@@ -215,7 +215,9 @@ def check_engine(config: WeftConfig) -> None:
             f"inference.prefill.python={prefill.python}: {python} has no vLLM; name a Python that has it "
             "(`make .venv-vllm/.ready` makes one with the CPU build)"
         )
-    version, series = found.stdout.strip() if found else "", VLLM_VERSION.rpartition(".")[0]
+    # Before it may be what the interpreter itself prints as it starts.
+    version = found.stdout.strip().rpartition("\n")[2] if found else ""
+    series = VLLM_VERSION.rpartition(".")[0]
     if version and not version.startswith(f"{series}."):
         raise ValueError(
             f"inference.prefill.python={prefill.python}: {python} has vLLM {version}, whose private interfaces may "

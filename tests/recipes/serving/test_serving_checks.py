@@ -200,7 +200,7 @@ def test_another_vllm_is_refused_before_any_process(config, fake_python, version
         check_engine(config)
 
 
-@pytest.mark.parametrize("version", ["0.32.0+cpu", "0.32.1", ""])
+@pytest.mark.parametrize("version", ["0.32.0+cpu", "0.32.1", "", "'a warning'; echo 0.32.0"])
 def test_builds_and_corrections_of_this_vllm_are_accepted(config, fake_python, version):
     config.inference.prefill.python = fake_python(version=version)
     check_engine(config)
