@@ -163,7 +163,7 @@ class _Bench:
                 found["tokens/s"] = [_rate(each) for each in rounds]
                 equal &= found["equal"] == len(asked)
         rows = [_row(name, found) for name, found in figures.items()]
-        show(table_of(rows, f"streamed answers of {OUTPUT} tokens, {NUM_RANKS} ranks, {len(SERVED)} workers"))
+        show(table_of(rows, f"Streamed answers of {OUTPUT} tokens, {NUM_RANKS} ranks, {len(SERVED)} workers"))
         return finish(self.args, "answers", figures, met=equal)
 
 
