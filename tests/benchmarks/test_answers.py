@@ -1,4 +1,4 @@
-"""What `benchmarks answers` makes of its observations."""
+"""Waits, lateness and throughput of `benchmarks answers`, from its observations."""
 
 import pytest
 
