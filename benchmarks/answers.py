@@ -23,7 +23,7 @@ from benchmarks.results import finish, parse, show
 from benchmarks.serving.report import at, prefills_of
 from benchmarks.serving.served_model import write_model
 from benchmarks.serving.servers import stock_server, until_ready, weft_server
-from benchmarks.serving.training import Training, settings, train
+from benchmarks.serving.training import Training, cores_apart, settings, train
 from weft.conf.schema import WeftConfig
 from weft.inference.worker.command import controller_url, decode_url, workers_of
 from weft.tools.ranks import run_ranks
@@ -76,8 +76,7 @@ class _Bench:
         self.config = _settings(folder, args.python)
         self.stock_url = f"http://127.0.0.1:{self.config.inference.decode.port + 1}"
         self.key = secrets.token_hex(8)
-        cores = sorted(os.sched_getaffinity(0))
-        self.training_cores, self.serving_cores = (tuple(cores[:1]), cores[1:]) if len(cores) > 1 else ((), cores)
+        self.training_cores, self.serving_cores = cores_apart()
         self.found: dict[str, list[list[Streamed]]] = {}
 
     def run(self) -> int:
@@ -201,7 +200,7 @@ def _row(name: str, found: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _rate(answers: Sequence[Streamed]) -> float:
-    """Return the tokens per second of answers that were asked for together."""
+    """Return the tokens per second of all answers, from the first request to the last token."""
     taken_s = max(answer.end_s for answer in answers) - min(answer.begin_s for answer in answers)
     return sum(len(answer.tokens) for answer in answers) / taken_s
 

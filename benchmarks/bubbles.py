@@ -25,7 +25,7 @@ from benchmarks.serving.report import Findings, prefills_of, report_serving
 from benchmarks.serving.requests import Answer, Request, read_trace, replay
 from benchmarks.serving.served_model import write_model
 from benchmarks.serving.servers import stock_server, until_ready, weft_server
-from benchmarks.serving.training import Training, settings, train
+from benchmarks.serving.training import Training, cores_apart, settings, train
 from benchmarks.serving.watch import Watch, Windows
 from weft.inference.board.layout import boards_folder
 from weft.inference.model_sizes import model_bytes
@@ -101,10 +101,9 @@ class _Bench:
         self.workers = workers_of(self.config)
         self.urls = [f"http://127.0.0.1:{worker.port}" for worker in self.workers]
         self.key = secrets.token_hex(8)
-        cores = sorted(os.sched_getaffinity(0))
-        apart = not args.real and len(cores) > 1
-        self.training_cores = (cores[0],) if apart else ()
-        self.serving_cores = cores[1:] if apart else cores
+        self.training_cores, self.serving_cores = cores_apart()
+        if args.real:
+            self.training_cores, self.serving_cores = (), [*self.training_cores, *self.serving_cores]
         self.training = Training(self.config, args.real, folder, self.training_cores, tuple(args.shape))
         self.windows = Windows()
         self.answers: list[Answer] = []

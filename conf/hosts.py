@@ -92,14 +92,12 @@ def asks_for_nodes(cluster: ClusterConfig) -> bool:
 
 def world_size(cluster: ClusterConfig) -> int:
     """Return the number of processes of the run."""
-    if asks_for_nodes(cluster):
-        return cluster.ranks * sum(site.nodes for site in cluster.sites)
-    return sum(working_hosts(cluster).values()) if cluster.hostfile else cluster.ranks
+    return sum(map(len, ranks_by_host(cluster)))
 
 
 def most_ranks_of_a_host(cluster: ClusterConfig) -> int:
     """Return the largest number of processes on one host."""
-    return max(working_hosts(cluster).values()) if cluster.hostfile else cluster.ranks
+    return max(map(len, ranks_by_host(cluster)), default=cluster.ranks)
 
 
 def is_loopback(address: str) -> bool:

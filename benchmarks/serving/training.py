@@ -59,6 +59,12 @@ class Training:
         return [(float(begin), float(end)) for begin, end in map(str.split, self.steps_file.read_text().splitlines())]
 
 
+def cores_apart() -> tuple[tuple[int, ...], list[int]]:
+    """Return a core of training's own, and those of the servers. A single core is the servers', too."""
+    cores = sorted(os.sched_getaffinity(0))
+    return (tuple(cores[:1]), cores[1:]) if len(cores) > 1 else ((), cores)
+
+
 def settings(name: str, *, ranks: int, microbatches: int, schedule: str, sites: Sequence[str] = ()) -> WeftConfig:
     """Return a pipeline that publishes its bubbles.
 
