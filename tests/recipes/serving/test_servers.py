@@ -50,6 +50,23 @@ def test_a_worker_yields_cores_as_configured(become, policy, nicer, slack_s):
 
 
 @pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="this kernel does not group sessions")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_several_servers_of_a_user_without_privileges_give_way_at_once():
+    """Linux accepts such changes once in a tenth of a second."""
+
+    def become():
+        os.setuid(54321)
+        ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE: files in /proc/self are the user's, as after an exec
+        give_way(7)
+
+    shows = ["cat", "/proc/self/autogroup"]
+    started = [
+        subprocess.Popen(shows, preexec_fn=become, start_new_session=True, stdout=subprocess.PIPE) for _ in range(3)
+    ]
+    assert all(process.communicate()[0].split()[-1] == b"7" for process in started)
+
+
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="this kernel does not group sessions")
 def test_who_gives_way_leaves_the_session_of_others_as_it_is():
     before = Path("/proc/self/autogroup").read_text()
     subprocess.run([sys.executable, "-c", "pass"], preexec_fn=lambda: give_way(7), check=True)
