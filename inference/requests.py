@@ -27,7 +27,8 @@ _INNER_FIELDS = {"kv_transfer_params", "ec_transfer_params"}
 """Fields that vLLM merges with `vllm_xargs`, whose values can only be scalars and lists: its connectors expect
 objects there, and the engine would end."""
 
-
+DRAWN, GIVEN = "weft_drawn", "weft_given"
+"""Keys of transfer parameters: the first token that a worker has drawn, and the one that a decode server must draw."""
 UNSENDABLE = "the key has characters that an HTTP header cannot carry; make one of ASCII letters and digits"
 
 

@@ -19,15 +19,17 @@ from fastapi import Response
 from fastapi.responses import StreamingResponse
 
 from weft.conf.schema import ControllerConfig
+from weft.inference.controller.begin import EVENT_END, Begin, may_begin
 from weft.inference.controller.dispatch import Dispatch, PrefillRequest
 from weft.inference.controller.metrics import Metrics
-from weft.inference.requests import Completion, Refusal, depends_on_server, prompt_part, rendered_part
+from weft.inference.requests import DRAWN, GIVEN, Completion, Refusal, depends_on_server, prompt_part, rendered_part
 
 RETRY_S = 5
 """Retry-After while the decode server restarts, or has a full queue."""
+QUEUE_S = 0.5
+"""Interval at which an answer that has begun asks a full decode server again."""
 _OF_CONNECTION = {"connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "date"}
 """Headers of the decode server's response that this server sends itself."""
-_EVENT_END = b"\n\n"
 _COMPLETIONS = "/v1/completions"
 
 
@@ -44,6 +46,20 @@ class AnsweringServer:
         self._silence_limit_s = settings.answer_timeout_s
         self._timeout = httpx.Timeout(None, connect=settings.answer_slack_s)
         self._headers = {b"authorization": f"Bearer {key}".encode()} if key else {}
+        self._longest: dict[str, int] = {}
+
+    async def longest(self, model: object) -> int:
+        """Return the maximum number of tokens of prompt and answer with a model or adapter, or 0 if it is unknown.
+
+        Args:
+            model: its name, or None for the first model.
+        """
+        if not self._longest:
+            with suppress(Refusal, ValueError, KeyError, TypeError):
+                listed = (await self.get("/v1/models")).json()["data"]
+                most = listed[0]["max_model_len"]
+                self._longest = {one["id"]: most for one in listed}
+        return max(self._longest.values(), default=0) if model is None else self._longest.get(str(model), 0)
 
     async def answer(
         self,
@@ -146,15 +162,25 @@ class Answers:
     """Answers requests of `/v1/completions` and `/v1/chat/completions` as the decode server would."""
 
     def __init__(
-        self, server: AnsweringServer, dispatch: Dispatch, metrics: Metrics, *, near: Sequence[AnsweringServer]
+        self,
+        server: AnsweringServer,
+        dispatch: Dispatch,
+        metrics: Metrics,
+        *,
+        near: Sequence[AnsweringServer],
+        continues: bool,
+        patience_s: float,
     ) -> None:
         """Create the answers of a decode server.
 
         Args:
             near: the decode server near each worker, which answers the prompts that the worker computes. If it fails,
                 ``server`` does.
+            continues: True if ``server`` continues a worker's first token (`GivenToken`).
+            patience_s: seconds for which an answer that has begun waits while the decode server's queue is full.
         """
         self._server, self._dispatch, self._metrics, self._near = server, dispatch, metrics, near
+        self._continues, self._patience_s = continues, patience_s
         self._avoided_until_s: dict[str, float] = {}
 
     async def answer(self, request: PrefillRequest, value: Mapping[str, Any]) -> Response:
@@ -167,34 +193,74 @@ class Answers:
         Raises:
             Refusal: the decode server does not answer.
         """
-        begun_s, path, body, headers = time.monotonic(), request.path, request.body, request.headers
-        transfer, added = await self._prefill(request, value)
-        prefilled = "bubble" if transfer else "decode"
-        if transfer:
-            body = json.dumps({**value, "kv_transfer_params": transfer}).encode()
+        begun_s, body = time.monotonic(), request.body
+        may = self._continues and may_begin(value) and self._avoided_until_s.get(self._server.url, 0.0) <= begun_s
+        longest = await self._server.longest(value.get("model")) if may else 0
+        transfer, added, prefilled = await self._prefill(request, value, with_tokens=longest > 0)
+        prefiller = "bubble" if transfer else "decode"
 
         def begun() -> None:
-            self._metrics.begun(prefilled, time.monotonic() - begun_s)
+            self._metrics.begun(prefiller, time.monotonic() - begun_s)
 
-        near = self._near[int(added["X-Weft-Worker"])] if transfer else self._server
-        if near is not self._server and self._avoided_until_s.get(near.url, 0.0) <= begun_s:
+        server, begin = self._server, None
+        if transfer:
+            server, drawn = self._near[int(added["X-Weft-Worker"])], transfer.pop(DRAWN, None)
+            if longest and server is self._server and (begin := Begin.of(value, prefilled, drawn, longest)):
+                transfer[GIVEN] = begin.token
+            body = json.dumps({**value, "kv_transfer_params": transfer}).encode()
+        whole = replace(request, body=body)
+        if begin is None:
+            return await self._answer_by(server, whole, added, begun)
+        begun()
+        return _Begun(begin, asyncio.create_task(self._continue(whole)), added)
+
+    async def _answer_by(
+        self, near: AnsweringServer, request: PrefillRequest, added: dict[str, str], begun: Callable[[], None]
+    ) -> Response:
+        """Return the response of ``near``, or if it fails of the server of all."""
+        path, body, headers = request.path, request.body, request.headers
+        if near is not self._server and self._avoided_until_s.get(near.url, 0.0) <= time.monotonic():
             with suppress(Refusal):
                 response = await near.answer(path, body, headers, added=added, begun=begun)
                 if response.status_code != HTTPStatus.SERVICE_UNAVAILABLE:
                     return response
-            self._avoided_until_s[near.url] = time.monotonic() + RETRY_S
-        return await self._server.answer(path, body, headers, added=added, begun=begun)
+            self._avoid(near)
+        try:
+            response = await self._server.answer(path, body, headers, added=added, begun=begun)
+        except Refusal:
+            self._avoid(self._server)
+            raise
+        if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
+            self._avoid(self._server)
+        return response
+
+    async def _continue(self, request: PrefillRequest) -> Response:
+        """Return the response that continues an answer. While the server's queue is full, ask again."""
+        until_s = time.monotonic() + self._patience_s
+        while True:
+            response = await self._answer_by(self._server, request, {}, lambda: None)
+            if response.status_code != HTTPStatus.SERVICE_UNAVAILABLE or time.monotonic() > until_s:
+                return response
+            await asyncio.sleep(QUEUE_S)
+
+    def _avoid(self, server: AnsweringServer) -> None:
+        self._avoided_until_s[server.url] = time.monotonic() + RETRY_S
 
     async def _prefill(
-        self, request: PrefillRequest, value: Mapping[str, Any]
-    ) -> tuple[dict[str, Any] | None, dict[str, str]]:
+        self, request: PrefillRequest, value: Mapping[str, Any], *, with_tokens: bool
+    ) -> tuple[dict[str, Any] | None, dict[str, str], dict[str, Any]]:
         """Return the parameters by which the decode server fetches the prompt's cache, and headers for the client.
 
-        There are none if the decode server has to compute the prompt.
+        There are none if the decode server has to compute the prompt. The third value is the worker's response.
+
+        Args:
+            with_tokens: the response has the tokens that the client asks for.
         """
         part = prompt_part(value) if request.tokens else None
         if part is None:
-            return None, self._fallback("request")
+            return self._fallback("request")
+        if with_tokens and value.get("return_token_ids"):
+            part["return_token_ids"] = True
         until_s, rendered = time.monotonic() + request.deadline_s, list[int]()
         path, tokens = request.path, request.tokens
         try:
@@ -202,27 +268,28 @@ class Answers:
                 if depends_on_server(value):
                     rendered = await self._server.render(path, request.body, request.headers)
                     if not 0 < len(rendered) < self._dispatch.max_tokens:
-                        return None, self._fallback("request")
+                        return self._fallback("request")
                     path, part, tokens = _COMPLETIONS, rendered_part(part, rendered), len(rendered)
                 left_s = max(0.0, until_s - time.monotonic())
                 body = json.dumps(part).encode()
                 prefill = replace(request, path=path, body=body, tokens=tokens, deadline_s=left_s)
                 response, ticket = await self._dispatch.prefill(prefill)
         except TimeoutError:
-            return None, self._fallback("late")
+            return self._fallback("late")
         except Refusal as refusal:
-            return None, self._fallback("no bubble" if refusal.status == 503 else "worker")
-        transfer = response.json().get("kv_transfer_params") if response.is_success else None
+            return self._fallback("no bubble" if refusal.status == 503 else "worker")
+        prefilled = response.json() if response.is_success else {}
+        transfer = prefilled.get("kv_transfer_params")
         if not isinstance(transfer, dict):
-            return None, self._fallback("worker")
+            return self._fallback("worker")
         self._metrics.prefilled("bubble", "")
         if rendered:  # the decode server computes these tokens, instead of rendering again
             transfer["prompt_token_ids"] = rendered
-        return transfer, {"X-Weft-Worker": str(ticket.worker)}
+        return transfer, {"X-Weft-Worker": str(ticket.worker)}, prefilled
 
-    def _fallback(self, reason: str) -> dict[str, str]:
+    def _fallback(self, reason: str) -> tuple[None, dict[str, str], dict[str, Any]]:
         self._metrics.prefilled("decode", reason)
-        return {"X-Weft-Fallback": reason}
+        return None, {"X-Weft-Fallback": reason}, {}
 
     async def models(self) -> httpx.Response:
         """Return the decode server's list of models."""
@@ -255,14 +322,45 @@ class _Stream(StreamingResponse):
     def __init__(
         self, server: AnsweringServer, response: httpx.Response, first: Callable[[], None], headers: Mapping[str, str]
     ) -> None:
-        super().__init__(_events(server, response, first), status_code=response.status_code, headers=headers)
-        self._response = response
+        self.events = _events(server, response, first)
+        super().__init__(self.events, status_code=response.status_code, headers=headers)
+        self.aclose = response.aclose
 
     async def __call__(self, *asgi: Any) -> None:
         try:
             await super().__call__(*asgi)
         finally:
-            await self._response.aclose()
+            await self.aclose()
+
+
+class _Begun(StreamingResponse):
+    """An answer that has begun with a worker's token, and ``rest``, the decode server's response that continues it."""
+
+    def __init__(self, begin: Begin, rest: asyncio.Task[Response], headers: Mapping[str, str]) -> None:
+        super().__init__(self._events(begin, rest), media_type="text/event-stream", headers=headers)
+        self._rest = rest
+
+    async def __call__(self, *asgi: Any) -> None:
+        try:
+            await super().__call__(*asgi)
+        finally:
+            self._rest.cancel()
+            with suppress(Refusal, asyncio.CancelledError):
+                if isinstance(response := await self._rest, _Stream):
+                    await response.aclose()
+
+    async def _events(self, begin: Begin, rest: asyncio.Task[Response]) -> AsyncIterator[bytes]:
+        yield begin.events
+        try:
+            response = await rest
+            if isinstance(response, _Stream):
+                async for events in begin.rest(response.events):
+                    yield events
+                return
+            error = response.body
+        except Refusal as refusal:
+            error = json.dumps(refusal.answer).encode()
+        yield b"data: " + error + b"\n\ndata: [DONE]\n\n"
 
 
 async def _events(server: AnsweringServer, response: httpx.Response, first: Callable[[], None]) -> AsyncIterator[bytes]:
@@ -276,7 +374,7 @@ async def _events(server: AnsweringServer, response: httpx.Response, first: Call
                 if rest:
                     yield rest
                 return
-            events, end, rest = (rest + part).rpartition(_EVENT_END)
+            events, end, rest = (rest + part).rpartition(EVENT_END)
             if not end:
                 continue
             if completion.is_aborted(events):

@@ -32,7 +32,8 @@ from weft.inference.controller.service import Service
 from weft.inference.controller.worker import Bubbles
 from weft.inference.model_sizes import cache_bytes
 from weft.inference.requests import Refusal
-from weft.inference.worker.command import addresses, api_key, decode_url, server_key
+from weft.inference.worker.command import addresses, api_key, server_key
+from weft.inference.worker.decoder import continues_answers, decode_url
 
 KEEP_ALIVE_S = 30
 LARGEST_HEADER = 16_384
@@ -78,6 +79,7 @@ def app_of(config: WeftConfig, environment: Mapping[str, str]) -> FastAPI:
         allow_decode=prefill.allow_decode,
         estimated=not tokenizer,
         decode_url=decode_url(config.inference.decode),
+        continues=continues_answers(config),
     ).app()
 
 

@@ -66,6 +66,7 @@ class Service:
         allow_decode: bool = False,
         estimated: bool = False,
         decode_url: str = "",
+        continues: bool = False,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """Create the service and its clients of the servers.
@@ -78,6 +79,7 @@ class Service:
             allow_decode: True if the workers decode.
             estimated: True if ``count`` is an estimate.
             decode_url: URL of a decode server, for whole answers; empty answers prompts only.
+            continues: True if the decode server continues answers that have begun. See `Answers`.
             transport: transport of the HTTP client to the servers. The default is TCP.
         """
         self._fleet, self._settings = fleet, settings
@@ -100,7 +102,14 @@ class Service:
             urls = [url or decode_url for url in fleet.decoders]
             servers = {url: AnsweringServer(url, self.client, settings) for url in (decode_url, *urls)}
             near = [servers[url] for url in urls]
-            self._answers = Answers(servers[decode_url], self.dispatch, self._metrics, near=near)
+            self._answers = Answers(
+                servers[decode_url],
+                self.dispatch,
+                self._metrics,
+                near=near,
+                continues=continues,
+                patience_s=settings.answer_timeout_s,
+            )
         self._others: dict[str, AnsweringServer] = {}
         for model in settings.models:
             key = (model_keys or {}).get(model.name, "")

@@ -15,7 +15,7 @@ from pathlib import Path
 from weft.conf.host.private import private_folder, shared_key
 from weft.conf.hosts import ranks_by_host, ranks_here, run_folder
 from weft.conf.inference_checks import scored_model
-from weft.conf.schema import DecodeConfig, KvConnector, Precision, PrefillConfig, PrefillWorkerConfig, WeftConfig
+from weft.conf.schema import KvConnector, Precision, PrefillConfig, PrefillWorkerConfig, WeftConfig
 from weft.engine.observability.event_ring import rings_folder
 from weft.inference.board.layout import board_path, boards_folder
 from weft.inference.requests import UNSENDABLE, is_sendable
@@ -109,11 +109,6 @@ def worker_url(prefill: PrefillConfig, worker: Worker) -> str:
     """Return the URL of a worker of this host: HTTPS if its arguments have a certificate."""
     is_secure = any(argument.partition("=")[0].replace("_", "-") == "--ssl-certfile" for argument in prefill.arguments)
     return f"{'https' if is_secure else 'http'}://{prefill.host}:{worker.port}"
-
-
-def decode_url(decode: DecodeConfig) -> str:
-    """Return the URL of the decode server, or an empty string if there is none."""
-    return (decode.url or f"http://127.0.0.1:{decode.port}").rstrip("/") if decode.enabled else ""
 
 
 def controller_url(config: WeftConfig) -> str:
@@ -282,29 +277,6 @@ def command(config: WeftConfig, worker: Worker, *, python: str, num_gpus: int, t
     return [python, "-m", "vllm.entrypoints.openai.api_server", *listed, *flags, *prefill.arguments]
 
 
-def decode_command(config: WeftConfig, *, python: str) -> list[str]:
-    """Return the command line of the decode server: a stock vLLM server with the workers' connector."""
-    decode, on_cpu = config.inference.decode, not config.inference.decode.gpus
-    options = model_options(config.inference.prefill) | {
-        "--host": "127.0.0.1",
-        "--port": decode.port,
-        "--max-model-len": "auto",  # the model's, or what fits into the KV cache
-        # Workers have the same path of the model, so only a wrong number format or version is refused.
-        "--kv-transfer-config": json.dumps(kv_transfer(config.inference.prefill, on_cpu=on_cpu, enforce=True)),
-        # vLLM's own check of the key covers /v1 only.
-        "--middleware": "weft.inference.worker.vllm_middleware.KeyMiddleware",
-    }
-    if on_cpu:
-        options |= {"--kv-cache-memory-bytes": decode.kv_cache_bytes, "--distributed-executor-backend": IN_PROCESS}
-    else:
-        options["--tensor-parallel-size"] = len(decode.gpus)
-    listed = [text for name, value in options.items() for text in (name, str(value))]
-    # vLLM's engine ends at a seed of a prompt in chunks on a CPU (0.32.0).
-    flags = ["--enforce-eager", "--no-enable-chunked-prefill"] if on_cpu else []
-    flags.append("--enable-scale-out")  # the route that renders prompts
-    return [python, "-m", "vllm.entrypoints.openai.api_server", *listed, *flags, *decode.arguments]
-
-
 def kv_transfer(prefill: PrefillConfig, *, on_cpu: bool, enforce: bool = False) -> dict[str, object]:
     """Return the value of `--kv-transfer-config`, for prefill and decode instances.
 
@@ -345,7 +317,7 @@ def environment(
     Raises:
         ValueError: a rank has no GPU on this host.
     """
-    env = _environment(config, outer, key=key, package=package, side_port=worker.side_port)
+    env = server_environment(config, outer, key=key, package=package, side_port=worker.side_port)
     # The model runs eagerly. vLLM also compiles helpers, which takes seconds at the first request that needs them.
     env.setdefault("TORCH_COMPILE_DISABLE", "1")
     env["WEFT_WORKER_STATUS"] = str(worker.status)
@@ -362,20 +334,10 @@ def environment(
     return env
 
 
-def decode_environment(config: WeftConfig, outer: Mapping[str, str], *, key: str, package: Path) -> dict[str, str]:
-    """Return the environment of the decode server. See `environment`."""
-    decode = config.inference.decode
-    env = _environment(config, outer, key=key, package=package, side_port=decode.side_port)
-    if decode.gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(decode.gpus)
-    else:
-        env.setdefault("TORCH_COMPILE_DISABLE", "1")
-    return env
-
-
-def _environment(
+def server_environment(
     config: WeftConfig, outer: Mapping[str, str], *, key: str, package: Path, side_port: int
 ) -> dict[str, str]:
+    """Return what the environments of workers and decode server have in common. See `environment`."""
     env = dict(outer)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package), env.get("PYTHONPATH", "")]))
     env.setdefault("OMP_NUM_THREADS", "1")

@@ -33,6 +33,7 @@ from vllm.platforms import current_platform
 
 from weft.comm.listeners import refuse_other_users
 from weft.conf.hosts import is_loopback
+from weft.inference.requests import DRAWN
 from weft.inference.worker.command import WAN_MBPS
 from weft.inference.worker.vllm_cpu import keep_base_prompts
 from weft.inference.worker.wan_agent import WanAgent
@@ -70,6 +71,22 @@ class _Quiet(NixlBaseConnector):
             setattr(owner, name, original)
         # ZeroMQ's side channel and UCX accept any peer. Its libraries are loaded now.
         refuse_other_users(one_host=is_loopback(host))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Add the first token to the parameters of a prompt's transfer. See the base class."""
+        is_delayed, transfer = super().request_finished(request, block_ids)
+        return is_delayed, _with_token(transfer, request)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Add the first token, likewise."""
+        is_delayed, transfer = super().request_finished_all_groups(request, block_ids)
+        return is_delayed, _with_token(transfer, request)
+
+
+def _with_token(transfer: dict[str, Any] | None, request: Any) -> dict[str, Any] | None:
+    return transfer and transfer | {DRAWN: request.output_token_ids[0]}
 
 
 def blocking(config: type) -> type:

@@ -28,9 +28,6 @@ from weft.inference.worker.command import (
     Worker,
     command,
     controller_url,
-    decode_command,
-    decode_environment,
-    decode_url,
     devices_of,
     environment,
     interpreter,
@@ -41,6 +38,7 @@ from weft.inference.worker.command import (
     worker_url,
     workers_of,
 )
+from weft.inference.worker.decoder import decode_command, decode_environment, decode_url
 from weft.recipes.serving.checks import (
     check_certificate,
     check_decode,

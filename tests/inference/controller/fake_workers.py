@@ -16,6 +16,7 @@ PATH = "/v1/completions"
 PREFILL = {"model": "tiny", "prompt": "one two three", "max_tokens": 1}
 REMOTE = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
 DECODE = "http://decode"
+MODELS = {"data": [{"id": "tiny", "max_model_len": 4096}]}
 EVENTS = (
     b'data: {"choices": [{"text": "a"}]}\n\n'
     b'data: {"choices": [{"text": "b", "finish_reason": "stop"}]}\n\n'
@@ -58,6 +59,10 @@ class FakeWorkers(httpx.AsyncBaseTransport):
         """Names of servers for each request that waits for a stopped engine."""
         self.decoded = []
         """Requests of the decode server, `DECODE`: (request, body)."""
+        self.prefilled = {}
+        """Further fields of a worker's response, and of its transfer parameters under `kv_transfer_params`."""
+        self.events = EVENTS
+        """Events of the decode server."""
         self.rendered = None
         """Response of the decode server that renders a prompt; None refuses."""
         self.streamed = []
@@ -98,7 +103,7 @@ class FakeWorkers(httpx.AsyncBaseTransport):
         if request.url.path == "/v1/models":
             if fault == "slow":
                 raise httpx.ReadTimeout("no answer", request=request)
-            return httpx.Response(200, json={"data": [{"id": "other" if name == "other" else "tiny"}]})
+            return httpx.Response(200, json={"data": [{"id": "other"}]} if name == "other" else MODELS)
         body = await request.aread()
         if name == "other":
             if fault:
@@ -125,7 +130,8 @@ class FakeWorkers(httpx.AsyncBaseTransport):
             async with self.device:
                 await asyncio.sleep(0.01)
         await asyncio.sleep(1.0 if fault in ("slow", "mute", "crossing") else 0.0)
-        return httpx.Response(200, json={"worker": name, "kv_transfer_params": {"do_remote_prefill": True}})
+        transfer = {"do_remote_prefill": True} | self.prefilled.get("kv_transfer_params", {})
+        return httpx.Response(200, json={"worker": name} | self.prefilled | {"kv_transfer_params": transfer})
 
     async def _decode(self, request, body, fault):
         self.decoded.append((request, body))
@@ -159,13 +165,14 @@ class _Events(httpx.AsyncByteStream):
                 self.servers.streamed[number] += len(LONG_EVENT)
                 await asyncio.sleep(0.001)
                 yield LONG_EVENT
-        yield EVENTS[:30]
+        events = self.servers.events
+        yield events[:30]
         await self.servers.gate.wait()
         if self.fault == "dying":
             raise httpx.RemoteProtocolError("closed")
         if self.fault != "leaving":
-            yield EVENTS[30:70]
-            yield EVENTS[70:]
+            yield events[30:70]
+            yield events[70:]
         else:
             yield b'"a"}]}\n\ndata: [DONE]\n\n'
 
@@ -191,7 +198,16 @@ def fleet_of(workers, boards=None, prefill=None, cost="", decoders=None, **setti
 
 @contextlib.asynccontextmanager
 async def controller(
-    workers, boards=None, *, api_key="", allow_decode=False, decode_url="", clients="", keys=None, **settings
+    workers,
+    boards=None,
+    *,
+    api_key="",
+    allow_decode=False,
+    decode_url="",
+    continues=False,
+    clients="",
+    keys=None,
+    **settings,
 ):
     """A client of a running controller."""
     fleet, config = fleet_of(workers, boards, **{"probe_s": 60.0, "answer_slack_s": 0.2, "silence_s": 0.3, **settings})
@@ -204,6 +220,7 @@ async def controller(
         model_keys=keys,
         allow_decode=allow_decode,
         decode_url=decode_url,
+        continues=continues,
         transport=workers,
     ).app()
     async with (

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.inference.controller.fake_workers import DECODE, PATH, REMOTE, FakeBoard, FakeWorkers, controller, fleet_of
+from tests.inference.controller.fake_workers import (
+    DECODE,
+    MODELS,
+    PATH,
+    REMOTE,
+    FakeBoard,
+    FakeWorkers,
+    controller,
+    fleet_of,
+)
 from weft.conf.schema import OtherModelConfig
 from weft.inference.controller.clients import Clients
 from weft.inference.controller.service import Service
@@ -318,7 +327,7 @@ async def test_without_training_it_is_ready():
     async with controller(FakeWorkers(1), [FakeBoard(())], decode_url=DECODE) as client:
         ready = await client.get("/ready")
         assert (ready.status_code, ready.json()["serving"]) == (200, 0)
-        assert (await client.get("/v1/models")).json() == {"data": [{"id": "tiny"}]}
+        assert (await client.get("/v1/models")).json() == MODELS
 
 
 async def test_an_error_of_the_decode_server_is_the_callers():

@@ -21,11 +21,12 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 
 
 @contextlib.asynccontextmanager
-async def server(workers, decode_url="", *, over_tcp=False, **settings):
+async def server(workers, decode_url="", *, over_tcp=False, continues=False, **settings):
     """The port of a controller that listens, and its fleet. Over TCP it reaches the decode server, but no worker."""
     fleet, config = fleet_of(workers, **{"probe_s": 60.0, "receive_timeout_s": 0.3, **settings})
     transport = None if over_tcp else workers
-    app = Service(fleet, config, count=len, clients=Clients(""), decode_url=decode_url, transport=transport).app()
+    servers = {"decode_url": decode_url, "continues": continues, "transport": transport}
+    app = Service(fleet, config, count=len, clients=Clients(""), **servers).app()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         running = uvicorn.Server(server_config(app, config))

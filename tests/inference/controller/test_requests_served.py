@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.inference.controller.fake_workers import PATH, PREFILL, REMOTE, FakeBoard, FakeWorkers, controller
+from tests.inference.controller.fake_workers import MODELS, PATH, PREFILL, REMOTE, FakeBoard, FakeWorkers, controller
 
 TOO_LARGE = 5_000_000
 ROOT = Path(__file__).parents[3]
@@ -27,7 +27,7 @@ async def test_a_request_and_its_answer_pass_unchanged():
         assert request.url.path == PATH
         chat = {"messages": [{"role": "user", "content": "hello"}], "max_completion_tokens": 1}
         assert (await client.post("/v1/chat/completions", json=chat)).status_code == 200
-        assert (await client.get("/v1/models")).json() == {"data": [{"id": "tiny"}]}
+        assert (await client.get("/v1/models")).json() == MODELS
 
 
 async def test_a_body_that_is_said_to_be_too_large_is_not_waited_for():
@@ -138,7 +138,7 @@ async def test_models_are_those_of_the_first_worker_that_answers():
     workers = FakeWorkers(3)
     async with controller(workers) as client:
         workers.fault = {"w0": "dead"}
-        assert (await client.get("/v1/models")).json() == {"data": [{"id": "tiny"}]}
+        assert (await client.get("/v1/models")).json() == MODELS
         metrics = (await client.get("/metrics")).text
         up = [f'weft_prefill_worker_up{{worker="{number}"}} {number and 1}.0' in metrics for number in range(3)]
         assert up == [True] * 3

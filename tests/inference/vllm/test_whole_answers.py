@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ from tests.inference.vllm.test_recipe import (
     until,
 )
 from tests.inference.vllm.test_stages import write_adapter
+from weft.inference.requests import GIVEN
 
 pytestmark = [
     pytest.mark.vllm,
@@ -144,3 +147,58 @@ def test_chats_with_a_grammar_use_bubbles_and_equal_those_of_a_stock_server(serv
     assert tokens_from("local_compute") == computed, "the worker has computed the prompts"
     assert answers == [raw("8400", chat | field, "/v1/chat/completions") for field in fields]
     assert [status for status, _ in answers[:2]] == [200, 200]
+
+
+STREAMED = {
+    "completion": ("/v1/completions", {"prompt": "the pipeline"}),
+    "with tokens": ("/v1/completions", {"prompt": "a bubble of training", "return_token_ids": True}),
+    "of an adapter": ("/v1/completions", {"prompt": "the pipeline", "model": BOTH[0]}),
+    "sampled": ("/v1/completions", {"prompt": "one token of", "temperature": 0.8, "allowed_token_ids": [40]}),
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+    "chat with tokens": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "again"}], "return_token_ids": True},
+    ),
+    "of one token": ("/v1/completions", {"prompt": "the end", "max_tokens": 1}),
+    "with an end": ("/v1/completions", {"prompt": "the stop", "stop": ["x"]}),
+    "too long": ("/v1/completions", {"prompt": "the pipeline", "max_tokens": 1_000_000}),
+}
+
+
+def events_of(port, path, body):
+    """The first event of text, what all say together, and who has computed the prompt. Servers differ in names."""
+    sent = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    request = urllib.request.Request(f"http://127.0.0.1:{PORTS[port]}{path}", json.dumps(body).encode(), sent)
+    try:
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            text, worker = answer.read().decode(), answer.headers["X-Weft-Worker"]
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)["error"]["message"], None
+    events = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert events.pop() == "[DONE]"
+    chunks = [json.loads(event) for event in events]
+    assert len({(chunk.pop("id"), chunk.pop("created")) for chunk in chunks}) == 1
+    for chunk in chunks:
+        chunk.pop("system_fingerprint", None)
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    said = "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+    tokens = [token for choice in choices for token in choice.get("token_ids") or ()]
+    return chunks[: 1 + path.count("chat")], (said, tokens, choices[-1]["finish_reason"], chunks[-1]), worker
+
+
+@pytest.mark.parametrize("case", STREAMED)
+def test_streams_have_the_events_of_a_stock_server(model, serving, case):
+    path, fields = STREAMED[case]
+    body = {"model": str(model), "max_tokens": OUTPUT, "temperature": 0, "stream": True} | fields
+    body["stream_options"] = {"include_usage": True}
+    ours, stock = events_of("8300", path, body), events_of("8400", path, body)
+    assert ours[:2] == stock[:2]
+    assert (ours[2] is None) == (case == "too long")
+
+
+def test_a_decode_server_continues_a_given_token(model, serving):
+    body = body_of(str(model), "the pipeline") | {"kv_transfer_params": {GIVEN: 42}}
+    _, given = raw("8400", body, "/v1/completions")
+    _, after = raw("8400", body_of(str(model), [*given[0]["prompt_token_ids"], 42]), "/v1/completions")
+    assert given[0]["token_ids"][0] == 42
+    assert given[0]["token_ids"][1:] == after[0]["token_ids"][:-1]

@@ -14,9 +14,6 @@ from weft.inference.worker.command import (
     addresses,
     command,
     cost_link,
-    decode_command,
-    decode_environment,
-    decode_url,
     devices_of,
     environment,
     interpreter,
@@ -26,6 +23,7 @@ from weft.inference.worker.command import (
     stage_file,
     workers_of,
 )
+from weft.inference.worker.decoder import continues_answers, decode_command, decode_environment, decode_url
 from weft.inference.worker.settings import WorkerSettings
 from weft.recipes.serving.checks import check_serving
 
@@ -150,6 +148,28 @@ def test_paths_hold_in_the_folder_in_which_servers_run(config, tmp_path, monkeyp
             assert name in words, "clients name the model as the settings do"
     prefill.model = "hub/llama"
     assert option(command(config, worker, python="p", num_gpus=0), "--model") == "hub/llama"
+
+
+@pytest.mark.parametrize(
+    ("settings", "continues"),
+    [
+        ({}, True),
+        ({"url": "http://other:1"}, False),
+        ({"enabled": False}, False),
+        ({"arguments": ["--dtype", "float32", "--max_num_queued_reqs=64", "--enable-lora"]}, True),
+        ({"arguments": ["--reasoning-parser", "qwen3"]}, False),
+        ({"arguments": ["--speculative-config.method=ngram"]}, False),
+        ({"arguments": ["-sc.method=ngram"]}, False),
+        ({"arguments": ["--enable_auto_tool_choice"]}, False),
+    ],
+)
+def test_the_decode_server_continues_a_workers_token_unless_it_may_change_a_streams_text(config, settings, continues):
+    config.inference.decode.enabled = True
+    config.inference.decode = replace(config.inference.decode, **settings)
+    assert continues_answers(config) == continues
+    assert ("--logits-processors" in decode_command(config, python="python")) == continues
+    config.inference.prefill.arguments = ["--tokenizer", "another"]
+    assert not continues_answers(config)
 
 
 @pytest.mark.parametrize("gpus", [[], ["6", "7"]])
