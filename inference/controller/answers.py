@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from http import HTTPStatus
@@ -193,7 +193,7 @@ class Answers:
         Raises:
             Refusal: the decode server does not answer.
         """
-        begun_s, body = time.monotonic(), request.body
+        begun_s = time.monotonic()
         may = self._continues and may_begin(value) and self._avoided_until_s.get(self._server.url, 0.0) <= begun_s
         longest = await self._server.longest(value.get("model")) if may else 0
         transfer, added, prefilled = await self._prefill(request, value, with_tokens=longest > 0)
@@ -202,17 +202,15 @@ class Answers:
         def begun() -> None:
             self._metrics.begun(prefiller, time.monotonic() - begun_s)
 
-        server, begin = self._server, None
-        if transfer:
-            server, drawn = self._near[int(added["X-Weft-Worker"])], transfer.pop(DRAWN, None)
-            if longest and server is self._server and (begin := Begin.of(value, prefilled, drawn, longest)):
-                transfer[GIVEN] = begin.token
-            body = json.dumps({**value, "kv_transfer_params": transfer}).encode()
-        whole = replace(request, body=body)
-        if begin is None:
-            return await self._answer_by(server, whole, added, begun)
-        begun()
-        return _Begun(begin, asyncio.create_task(self._continue(whole)), added)
+        if not transfer:
+            return await self._answer_by(self._server, request, added, begun)
+        server, drawn = self._near[int(added["X-Weft-Worker"])], transfer.pop(DRAWN, None)
+        begin = Begin.of(value, prefilled, drawn, longest) if longest and server is self._server else None
+        if begin is not None:
+            begun()
+            transfer[GIVEN] = begin.token
+            return _Begun(begin, lambda: self._continue(_with_transfer(request, value, transfer)), added)
+        return await self._answer_by(server, _with_transfer(request, value, transfer), added, begun)
 
     async def _answer_by(
         self, near: AnsweringServer, request: PrefillRequest, added: dict[str, str], begun: Callable[[], None]
@@ -334,33 +332,35 @@ class _Stream(StreamingResponse):
 
 
 class _Begun(StreamingResponse):
-    """An answer that has begun with a worker's token, and ``rest``, the decode server's response that continues it."""
+    """An answer that begins with a worker's token. ``rest`` then returns the decode server's response."""
 
-    def __init__(self, begin: Begin, rest: asyncio.Task[Response], headers: Mapping[str, str]) -> None:
+    def __init__(self, begin: Begin, rest: Callable[[], Awaitable[Response]], headers: Mapping[str, str]) -> None:
         super().__init__(self._events(begin, rest), media_type="text/event-stream", headers=headers)
-        self._rest = rest
+        self._rest: Response | None = None
 
     async def __call__(self, *asgi: Any) -> None:
         try:
             await super().__call__(*asgi)
         finally:
-            self._rest.cancel()
-            with suppress(Refusal, asyncio.CancelledError):
-                if isinstance(response := await self._rest, _Stream):
-                    await response.aclose()
+            if isinstance(self._rest, _Stream):
+                await self._rest.aclose()
 
-    async def _events(self, begin: Begin, rest: asyncio.Task[Response]) -> AsyncIterator[bytes]:
+    async def _events(self, begin: Begin, rest: Callable[[], Awaitable[Response]]) -> AsyncIterator[bytes]:
         yield begin.events
         try:
-            response = await rest
-            if isinstance(response, _Stream):
-                async for events in begin.rest(response.events):
+            self._rest = await rest()
+            if isinstance(self._rest, _Stream):
+                async for events in begin.rest(self._rest.events):
                     yield events
                 return
-            error = response.body
+            error = bytes(self._rest.body)
         except Refusal as refusal:
             error = json.dumps(refusal.answer).encode()
         yield b"data: " + error + b"\n\ndata: [DONE]\n\n"
+
+
+def _with_transfer(request: PrefillRequest, value: Mapping[str, Any], transfer: Mapping[str, Any]) -> PrefillRequest:
+    return replace(request, body=json.dumps({**value, "kv_transfer_params": transfer}).encode())
 
 
 async def _events(server: AnsweringServer, response: httpx.Response, first: Callable[[], None]) -> AsyncIterator[bytes]:
