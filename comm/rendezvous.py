@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from weft.comm.authenticated_socket import RUN, AuthenticatedSocket, AuthenticatedTcpSocket, AuthenticatedUnixSocket
 from weft.comm.listeners import refuse_other_users
 from weft.comm.loopback_proxy import LoopbackProxy, ProcessLocalPort
+from weft.comm.message_stream import address_towards
 from weft.conf.hosts import is_loopback
 
 METHOD = "weft://"
@@ -147,10 +147,7 @@ def own_address() -> str:
     """Return the address of this host on its route to rank 0. Raise ValueError if MASTER_ADDR cannot be resolved."""
     master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        family, kind, *_, address = socket.getaddrinfo(master, port or 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # looks up the route; sends nothing
-            return probe.getsockname()[0]
+        return address_towards(master, port)
     except OSError as error:
         raise ValueError(f"MASTER_ADDR={master}: {error.strerror}; set cluster.master_addr to rank 0's host") from error
 
