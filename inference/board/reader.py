@@ -144,6 +144,11 @@ class BoardReader:
             view.bell.wait(state.bell, timeout_s)
 
     @property
+    def view(self) -> BoardView | None:
+        """The board that is at the path now, or None without one."""
+        return self._look().view
+
+    @property
     def ended(self) -> bool:
         """True if the training that wrote the last board has ended, and no other has begun."""
         return self._look().ended

@@ -63,6 +63,16 @@ class BoardView:
         return self._words[Header.RANK]
 
     @property
+    def num_edges(self) -> int:
+        """Most edges of a step."""
+        return self._num_edges
+
+    @property
+    def plan(self) -> list[int]:
+        """The predicted edges of a step, in nanoseconds from its begin."""
+        return self._words[HEADER : HEADER + min(self._words[Header.PLANNED], self._num_edges)].tolist()
+
+    @property
     def ended(self) -> bool:
         """True if the writer has closed the board, or its process is gone."""
         return not self.writer or start_ticks(self.writer) != self._words[Header.STARTED]
@@ -127,7 +137,6 @@ class BoardView:
         ended = [row for row in rows if row.step < running.step and row.kind == running.kind]
         alike = [row for row in ended if len(row.edges) == len(ended[-1].edges)]
         if not alike:
-            count = min(self._words[Header.PLANNED], self._num_edges)
-            return planned([edge / 1e9 for edge in self._words[HEADER : HEADER + count].tolist()])
+            return planned([edge / 1e9 for edge in self.plan])
         steps = [[(edge - row.edges[0]) / 1e9 for edge in row.edges] for row in alike]
         return forecast(steps, [row.edges[0] / 1e9 for row in rows])

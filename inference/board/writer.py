@@ -45,7 +45,16 @@ class BoardWriter:
     Calling `busy` while busy or `idle` while idle has no effect, so marks may be nested.
     """
 
-    def __init__(self, path: Path, *, rank: int, plan: Sequence[tuple[float, float]], max_edges: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        rank: int,
+        plan: Sequence[tuple[float, float]],
+        max_edges: int,
+        steps_before: int = 0,
+        beats: bool = True,
+    ) -> None:
         """Publish a new board, replacing an older one.
 
         Args:
@@ -53,6 +62,8 @@ class BoardWriter:
             plan: predicted work of a step: (start, end) in seconds from its begin, in order.
             max_edges: maximum number of marks per step; later marks are dropped, and bubbles after them are not
                 predicted.
+            steps_before: number of steps that are not recorded.
+            beats: False leaves heartbeats to the caller. See `beat`.
 
         Raises:
             OSError: shared memory or futexes are not available.
@@ -69,7 +80,7 @@ class BoardWriter:
         self._write_plan(plan)
         words[Header.VERSION], words[Header.MAGIC] = VERSION, MAGIC
         self._max_edges = max_edges
-        self._step = self._replans = 0
+        self._step, self._replans = steps_before, 0
         self._row = row_at(0, ROWS, max_edges)
         self._count = 0
         self._gaps_before: list[int] = []
@@ -77,7 +88,8 @@ class BoardWriter:
         self._closing = threading.Event()
         self._file_lost = False
         publish(path)
-        Thread(self._beat, name="weft-board").start()
+        if beats:
+            Thread(self._beat_until_closed, name="weft-board").start()
 
     def _map(self) -> None:
         """Map a new, unpublished file."""
@@ -156,14 +168,22 @@ class BoardWriter:
         if gap >= len(self._gaps_before) or self._gaps_before[gap] >= WAKING_GAP_NS:
             self._bell.ring()
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
+        """Record that the rank lives."""
+        self._words[Header.HEARTBEAT] = monotonic_ns()
+        self._file_lost = not self.path.exists()
+
+    def _beat_until_closed(self) -> None:
         while not self._closing.wait(HEARTBEAT_S):
-            self._words[Header.HEARTBEAT] = monotonic_ns()
-            self._file_lost = not self.path.exists()
+            self.beat()
 
     def close(self) -> None:
-        """Remove the board; readers see immediately that the writer is gone."""
-        self._closing.set()
+        """Remove the board; readers see immediately that training has ended."""
         self._words[Header.PID] = 0
+        self.remove()
+
+    def remove(self) -> None:
+        """Remove the board, without a sign that training has ended."""
+        self._closing.set()
         self._bell.ring()
         self.path.unlink(missing_ok=True)
