@@ -25,8 +25,9 @@ from benchmarks.serving.served_model import write_model
 from benchmarks.serving.servers import stock_server, until_ready, weft_server
 from benchmarks.serving.training import Training, cores_apart, settings, train
 from weft.conf.schema import WeftConfig
-from weft.inference.worker.command import controller_url, workers_of
+from weft.inference.worker.command import controller_url
 from weft.inference.worker.decoder import decode_url
+from weft.inference.worker.workers import workers_of
 from weft.tools.ranks import run_ranks
 from weft.tools.tables import table_of
 

@@ -29,8 +29,8 @@ from benchmarks.serving.training import Training, cores_apart, settings, train
 from benchmarks.serving.watch import Watch, Windows
 from weft.inference.board.layout import boards_folder
 from weft.inference.model_sizes import model_bytes
-from weft.inference.worker.command import workers_of
 from weft.inference.worker.vllm_weights import FOLDER_VARIABLE
+from weft.inference.worker.workers import workers_of
 from weft.recipes.serving.scoring import Scorer, likelihoods_of, with_weights
 from weft.tools.netbed import NetBed, Topology
 from weft.tools.ranks import run_ranks

@@ -82,7 +82,25 @@ def ranks_here(cluster: ClusterConfig) -> range:
         if host in own or host.partition(".")[0] == name:
             return ranks
     where = f"is not in {cluster.hostfile}" if names else f"is one of {len(hosts)} that a cluster manager chooses"
-    raise ValueError(f"inference.prefill.ranks=[]: this host, {name}, {where}; name the ranks that train here")
+    remedy = " (or, for workers over several hosts, write this host's name or address in the file)" if names else ""
+    raise ValueError(f"inference.prefill.ranks=[]: this host, {name}, {where}; name the ranks that train here{remedy}")
+
+
+def hosts_of_ranks(cluster: ClusterConfig) -> list[str]:
+    """Return for each rank the hostfile's name of its host, or an empty string if it trains on this host.
+
+    Raises:
+        ValueError: see `ranks_here`.
+    """
+    here = ranks_here(cluster)
+    if not cluster.hostfile:
+        return [""] * len(here)
+    names = working_hosts(cluster)
+    return [
+        "" if rank in here else name
+        for name, ranks in zip(names, ranks_by_host(cluster), strict=True)
+        for rank in ranks
+    ]
 
 
 def asks_for_nodes(cluster: ClusterConfig) -> bool:

@@ -29,7 +29,10 @@ def _prefill(config: WeftConfig) -> Iterator[str]:
     elif hosts and max(ranks, default=0) >= (count := hosts[-1].stop):
         yield f"inference.prefill.ranks={ranks}: there are {count} ranks, from 0; correct it, or cluster.ranks"
     elif prefill.model:
-        yield from _groups(prefill, hosts, is_one_host=cluster.manager is ClusterManager.local)
+        is_one_host = cluster.manager is ClusterManager.local
+        if cluster.hostfile and prefill.stages > 1 and hosts:  # stages on other hosts are reached by their names
+            is_one_host, hosts = True, [range(hosts[-1].stop)]
+        yield from _groups(prefill, hosts, is_one_host=is_one_host)
     if prefill.stages > 1 < prefill.ranks_per_worker:
         yield (
             f"inference.prefill.stages={prefill.stages}: with ranks_per_worker={prefill.ranks_per_worker} the ranks of "
@@ -38,7 +41,7 @@ def _prefill(config: WeftConfig) -> Iterator[str]:
 
 
 def _groups(prefill: PrefillConfig, hosts: Sequence[range], *, is_one_host: bool) -> Iterator[str]:
-    """Check that ranks can be divided over workers, each of which runs on one host."""
+    """Check that ranks can be divided over workers, each of which runs on one host, or on all that are known."""
     for name in ("ranks_per_worker", "stages"):
         each = getattr(prefill, name)
         for ranks in [prefill.ranks] if prefill.ranks else hosts:
@@ -52,7 +55,10 @@ def _groups(prefill: PrefillConfig, hosts: Sequence[range], *, is_one_host: bool
     for first in range(0, 0 if is_one_host else len(prefill.ranks), each):
         group = set(prefill.ranks[first : first + each])
         if hosts and not any(group <= set(host) for host in hosts):
-            yield f"inference.prefill.ranks={prefill.ranks}: {sorted(group)} are on several hosts; a worker needs one"
+            yield (
+                f"inference.prefill.ranks={prefill.ranks}: {sorted(group)} are on several hosts; a worker needs one "
+                "(or several stages and cluster.hostfile)"
+            )
 
 
 def _controller(config: WeftConfig) -> Iterator[str]:

@@ -14,7 +14,7 @@ from benchmarks.serving.figures import steps_within, use_of
 from benchmarks.serving.requests import Answer
 from benchmarks.serving.watch import Watch, Windows
 from weft.inference.board.common_bubbles import Spans
-from weft.inference.worker.command import Worker
+from weft.inference.worker.workers import Worker
 from weft.tools.tables import table_of
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from weft.inference.board.reader import BoardReader
-from weft.inference.worker.command import Worker
+from weft.inference.worker.workers import Worker
 
 PAUSE_S = 0.3
 

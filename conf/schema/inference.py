@@ -115,7 +115,8 @@ class PrefillConfig:
     python: str = ""
     """Python interpreter that has vLLM; empty uses the one that runs `weft serve`."""
     ranks: list[int] = field(default_factory=list)
-    """Training ranks of this host whose bubbles serve prefill; empty means all of `cluster.ranks`."""
+    """Training ranks of this host whose bubbles serve prefill; empty means all of `cluster.ranks`. With workers whose
+    `stages` are on several hosts of a hostfile: of all hosts."""
     ranks_per_worker: Annotated[int, COUNT] = 1
     """Ranks whose devices one worker spans as its tensor-parallel group; it runs while all of them
     are in a bubble. To span them one after the other instead, see `stages`."""
@@ -129,6 +130,8 @@ class PrefillConfig:
     """Port of the first worker; the others follow."""
     first_side_port: Annotated[int, Range(1024, 65535)] = 5600
     """Side-channel port of the first worker's NIXL connector, for decode instances; the others follow."""
+    first_stage_port: Annotated[int, Range(1024, 65535)] = 5800
+    """Port on which a host's first rank listens if it is a stage of another host's worker; the others follow."""
     memory_share: Annotated[float, Range(0, 1, low_open=True, high_open=True)] = 0.1
     """Fraction of a GPU's memory that a worker reserves at its start for weights, KV cache and about a
     gigabyte more; an 8 B model in bf16 has 16 GB of weights, so 0.25 of an 80 GB GPU. Training must

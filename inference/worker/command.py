@@ -9,20 +9,21 @@ import platform
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from weft.conf.host.private import private_folder, shared_key
-from weft.conf.hosts import ranks_by_host, ranks_here, run_folder
+from weft.conf.hosts import run_folder
 from weft.conf.inference_checks import scored_model
 from weft.conf.schema import KvConnector, Precision, PrefillConfig, PrefillWorkerConfig, WeftConfig
 from weft.engine.observability.event_ring import rings_folder
-from weft.inference.board.layout import board_path, boards_folder
+from weft.inference.board.layout import boards_folder
 from weft.inference.requests import UNSENDABLE, is_sendable
 from weft.inference.worker.score_arrays import SPARE
 from weft.inference.worker.scorer import Scorer
 from weft.inference.worker.settings import SETTINGS_VARIABLE, WorkerSettings
 from weft.inference.worker.vllm_weights import FOLDER_VARIABLE
+from weft.inference.worker.workers import StageHost, Worker, first_rank_here, workers_of
 
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Runs the model in the engine's process. vLLM's default on a CPU is a separate process, which polls
@@ -44,52 +45,11 @@ short on a busy host."""
 WAN_MBPS = "weft_wan_mbps"
 """Key of the connector's settings with `inference.prefill.cache_mbps`; without it NIXL sends caches."""
 
+SPANNING = "vllm_remote_stage.stage_worker"
+"""Creates the stages of a worker of which some are on other hosts."""
+
 STAGE_TIMEOUT_S = 86400
 """Longest wait for a step, in seconds: a step in a pipeline waits as long as training keeps a rank busy."""
-
-
-@dataclass(frozen=True)
-class Worker:
-    """A vLLM server.
-
-    Attributes:
-        index: number of the worker on this host.
-        ranks: training ranks whose devices it uses.
-        side_port: port of its NIXL connector's side channel.
-        status: path of its engine's `WorkerStatus`.
-        boards: the ranks' bubble boards.
-    """
-
-    index: int
-    ranks: tuple[int, ...]
-    port: int
-    side_port: int
-    status: Path
-    boards: tuple[Path, ...]
-
-
-def workers_of(config: WeftConfig) -> tuple[Worker, ...]:
-    """Return the workers that `weft serve` starts on this host.
-
-    Raises:
-        ValueError: the ranks that train here are not known.
-    """
-    prefill = config.inference.prefill
-    each = prefill.ranks_per_worker * prefill.stages
-    ranks = prefill.ranks or ranks_here(config.cluster)
-    folder = boards_folder(config, os.getuid())
-    groups = [tuple(ranks[first : first + each]) for first in range(0, len(ranks), each)]
-    return tuple(
-        Worker(
-            index=index,
-            ranks=group,
-            port=prefill.first_port + index,
-            side_port=prefill.first_side_port + index,
-            status=(folder / f"worker{index}.status").absolute(),
-            boards=tuple(board_path(folder, rank).absolute() for rank in group),
-        )
-        for index, group in enumerate(groups)
-    )
 
 
 def addresses(config: WeftConfig) -> list[PrefillWorkerConfig]:
@@ -153,6 +113,7 @@ def settings_of(config: WeftConfig, worker: Worker, *, trace_file: str = "") -> 
         trace_file=trace_file,
         rings=str(rings_folder(run_folder(config))),
         ranks=worker.ranks,
+        remote=worker.remote if any(worker.remote) else (),
     )
 
 
@@ -267,7 +228,7 @@ def command(config: WeftConfig, worker: Worker, *, python: str, num_gpus: int, t
         options |= {
             "--pipeline-parallel-size": prefill.stages,
             "--distributed-executor-backend": "mp",
-            "--worker-cls": "weft.inference.worker.vllm_stage.StageWorker",
+            "--worker-cls": f"weft.inference.worker.{SPANNING if any(worker.remote) else 'vllm_stage.StageWorker'}",
         }
     if prefill.connector is not KvConnector.none:
         options["--kv-transfer-config"] = json.dumps(kv_transfer(prefill, on_cpu=not num_gpus))
@@ -275,6 +236,17 @@ def command(config: WeftConfig, worker: Worker, *, python: str, num_gpus: int, t
     flags = ["--no-async-scheduling", "--enforce-eager"]
     listed = [text for name, value in options.items() for text in (name, str(value))]
     return [python, "-m", "vllm.entrypoints.openai.api_server", *listed, *flags, *prefill.arguments]
+
+
+def stage_command(stage: StageHost, *, python: str) -> list[str]:
+    """Return the command line of a stage of another host's worker."""
+    options = {"--stage": stage.stage, "--port": stage.port, "--server": stage.server}
+    return [
+        python,
+        "-m",
+        "weft.inference.worker.vllm_stage_host",
+        *(str(word) for each in options.items() for word in each),
+    ]
 
 
 def kv_transfer(prefill: PrefillConfig, *, on_cpu: bool, enforce: bool = False) -> dict[str, object]:
@@ -356,15 +328,11 @@ def server_environment(
 
 def devices_of(config: WeftConfig, worker: Worker, devices: Sequence[str]) -> list[str]:
     """Return the GPUs that a worker's ranks train on. Raise ValueError if there are fewer."""
-    first = _first_rank(config, worker)
-    if max(worker.ranks) - first >= len(devices):
+    first = first_rank_here(config.cluster, worker)
+    ranks = worker.ranks_here
+    if max(ranks) - first >= len(devices):
         raise ValueError(
-            f"inference.prefill.ranks={list(worker.ranks)}: this host has {len(devices)} GPUs "
+            f"inference.prefill.ranks={list(ranks)}: this host has {len(devices)} GPUs "
             f"({','.join(devices)}) for its ranks from {first} on; name ranks that train here"
         )
-    return [devices[rank - first] for rank in worker.ranks]
-
-
-def _first_rank(config: WeftConfig, worker: Worker) -> int:
-    """Return the first rank on the host of a worker's ranks."""
-    return next((ranks.start for ranks in ranks_by_host(config.cluster) if worker.ranks[0] in ranks), 0)
+    return [devices[rank - first] for rank in ranks]

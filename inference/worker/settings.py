@@ -39,6 +39,8 @@ class WorkerSettings:
     """Folder of the training ranks' events, where `ChunkRecorder` records its steps, or empty for none."""
     ranks: tuple[int, ...] = ()
     """The ranks, in the order of `boards`."""
+    remote: tuple[str, ...] = ()
+    """HOST:PORT of each stage's process on another host, or empty for one on this host; () if all are here."""
 
     def to_additional_config(self) -> dict[str, Any]:
         """Return the value of `--additional-config`."""
@@ -60,6 +62,6 @@ class WorkerSettings:
                 f"additional_config.weft: unknown {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}"
             )
         try:
-            return cls(**{**section, **{name: tuple(section.get(name, ())) for name in ("boards", "ranks")}})
+            return cls(**{**section, **{name: tuple(section.get(name, ())) for name in ("boards", "ranks", "remote")}})
         except TypeError as error:
             raise ValueError(f"additional_config.weft: {error}") from error

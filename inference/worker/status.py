@@ -71,17 +71,18 @@ class WorkerStatus:
 def record_stage(path: Path, stage: int) -> Thread:
     """Start a thread that records in a worker's status that this process, one of its stages, runs."""
 
-    def record() -> None:
+    def repeat() -> None:
         while True:
-            _record(path, stage)
+            record(path, stage)
             sleep(BEAT_S)
 
-    thread = Thread(target=record, name="weft-stage", daemon=True)
+    thread = Thread(target=repeat, name="weft-stage", daemon=True)
     thread.start()
     return thread
 
 
-def _record(path: Path, stage: int) -> None:
+def record(path: Path, stage: int) -> None:
+    """Record in a worker's status that one of its stages runs."""
     with suppress(OSError):  # the engine has not made the file yet
         file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:

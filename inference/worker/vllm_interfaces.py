@@ -10,14 +10,17 @@ from collections.abc import Callable
 from functools import wraps
 
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.executor.multiproc_executor import WorkerProc
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from weft.conf.host.processes import USUAL_S, set_timer_slack
 
@@ -47,6 +50,14 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "SpinCondition.wait": ("self.busy_loop_s", "polls for so long after a message, then sleeps for `timeout_ms`"),
     "Worker.execute_model": ("_pp_send_work", "waits for the last sends, receives, computes, sends"),
     "GPUModelRunner.sync_and_gather_intermediate_tensors": ("copy_", "copies received tensors, also from the host"),
+    "GroupCoordinator.__init__": ("torch.distributed.new_group(", "creates each group by it"),
+    "GroupCoordinator.broadcast_object": ("src", "for several stages only agrees on the engine's name"),
+    "GroupCoordinator.isend_tensor_dict": ("tensor_dict", "sends hidden states; its first handle is the names'"),
+    "GroupCoordinator.irecv_tensor_dict": ("return tensor_dict, handles, postprocess", "receives hidden states"),
+    "WorkerWrapperBase.init_worker": ("worker_class(**kwargs)", "`worker_cls` names any callable"),
+    "WorkerWrapperBase.initialize_from_config": ("kv_cache_configs[self.global_rank]", "chooses a stage's"),
+    "WorkerProc.__init__": ("update_block_size_for_backend(vllm_config)", "called once the model is loaded"),
+    "WorkerProc._init_message_queues": ("self.worker.rank", "the only attribute of a worker that is not called"),
     "EngineCoreProc._handle_shutdown": ("finish_requests", "aborts all requests at once, with None for their ids"),
     "EngineCoreProc.has_work": ("has_requests", "likewise before it blocks in its input queue"),
     "EngineCoreProc._process_input_queue": ("input_queue", "blocks in `input_queue.get` without work"),
@@ -60,6 +71,9 @@ CLASSES = {
     "KVCacheManager": KVCacheManager,
     "EngineCore": EngineCore,
     "EngineCoreProc": EngineCoreProc,
+    "GroupCoordinator": GroupCoordinator,
+    "WorkerProc": WorkerProc,
+    "WorkerWrapperBase": WorkerWrapperBase,
     "GPUModelRunner": GPUModelRunner,
     "SpinCondition": SpinCondition,
     "Worker": Worker,

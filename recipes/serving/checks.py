@@ -17,8 +17,9 @@ from weft.comm.key import WanKey
 from weft.conf.hosts import is_loopback
 from weft.conf.schema import KvConnector, WeftConfig
 from weft.inference.model_sizes import cache_bytes, largest_share, model_bytes, num_layers, num_positions, stage_bytes
-from weft.inference.worker.command import api_key, devices_of, interpreter, workers_of
+from weft.inference.worker.command import api_key, devices_of, interpreter
 from weft.inference.worker.settings import VLLM_VERSION
+from weft.inference.worker.workers import stage_hosts_of, workers_of
 
 FIXED_BYTES = 1 << 30
 """GPU memory of a vLLM worker besides weights and KV cache: CUDA context, libraries, activations of one step."""
@@ -37,7 +38,7 @@ _PROCESS = re.compile(r"^\(\w+ pid=\d+\) (ERROR [^]]+\] ?)?")
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+")
 _DRAFTS = "a draft model would compute outside of bubbles; leave it out"
 _GRAPHS = "compiling and capturing graphs would take the device from training; leave it out"
-_HOSTS = "the ranks of a worker are on one host; leave it out, and start `weft serve` on each host"
+_HOSTS = "Weft connects the hosts of a worker itself; leave it out, and start `weft serve` on each host"
 REMEDIES = {
     "pipeline-parallel-size": "set inference.prefill.stages",
     "worker-cls": "a stage computes in bubbles by Weft's; leave it out",
@@ -114,6 +115,32 @@ def check_serving(config: WeftConfig) -> None:
             raise ValueError(
                 f"inference.prefill.host={prefill.host}: connector=wan needs this host's IP address; give it"
             ) from None
+
+
+def check_stage_hosts(config: WeftConfig) -> None:
+    """Check the settings of workers whose stages are on several hosts.
+
+    Raises:
+        ValueError: a setting is wrong, or ``WEFT_KEY``. The message has the field, its value and the remedy.
+    """
+    prefill, workers, stages = config.inference.prefill, workers_of(config), stage_hosts_of(config)
+    spanning = [worker for worker in workers if any(worker.remote)]
+    if not workers and not stages:
+        raise ValueError(
+            f"inference.prefill.ranks={prefill.ranks}: none of them trains on this host; start `weft serve` on theirs"
+        )
+    if not spanning and not stages:
+        return
+    WanKey.from_environment()
+    if prefill.connector is KvConnector.nixl:
+        raise ValueError(
+            "inference.prefill.connector=nixl: stages on several hosts would send caches that prove no key; set it to "
+            "wan, or choose inference.prefill.ranks so that the ranks of each worker are on one host"
+        )
+    if spanning and prefill.connector is KvConnector.wan and is_loopback(prefill.host):
+        raise ValueError(
+            f"inference.prefill.host={prefill.host}: stages on other hosts send caches to this one; set its IP address"
+        )
 
 
 def check_evaluate(config: WeftConfig) -> None:
@@ -289,6 +316,9 @@ def check_ports(config: WeftConfig) -> None:
         check("inference.prefill.first_port", prefill.first_port, f"worker {index}", prefill.host, index)
         if prefill.connector is not KvConnector.none:
             check("inference.prefill.first_side_port", prefill.first_side_port, f"worker {index}", prefill.host, index)
+
+    for stage in stage_hosts_of(config):
+        check("inference.prefill.first_stage_port", stage.port, f"the stage of rank {stage.rank}", "0.0.0.0")
 
 
 def _is_free(host: str, port: int) -> bool:

@@ -32,7 +32,7 @@ LEAST_CPU_S = 1.0
 """Processor seconds in the last `WATCHED` probes from which a server makes progress. Threads that poll take less."""
 WATCHED = 12
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Seconds before an ended server is restarted. They double while it keeps ending."""
+"""Seconds before an ended server is restarted. They double while it keeps ending within the longest."""
 MAX_STARTS = 3
 """Number of starts after which a server that has never answered is not restarted."""
 SLACK_S = 0.05
@@ -189,6 +189,8 @@ class ServerProcess:
             self.failure = f"{why}; it has not answered once in {times}, log {self._log}"
             print(self.failure, file=sys.stderr, flush=True)
             return
+        if now_s - self._begun_s > LONGEST_PAUSE_S:
+            self._pause_s = FIRST_PAUSE_S
         print(f"{why}; again in {self._pause_s:.0f} s", file=sys.stderr, flush=True)
         self._start_at_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)

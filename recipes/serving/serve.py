@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +26,6 @@ from weft.conf.host.processes import end_with_parent
 from weft.conf.schema import KvConnector, WeftConfig
 from weft.inference.board.layout import boards_folder
 from weft.inference.worker.command import (
-    Worker,
     command,
     controller_url,
     devices_of,
@@ -33,12 +33,13 @@ from weft.inference.worker.command import (
     interpreter,
     newest_weights,
     server_key,
+    stage_command,
     with_newest_weights,
     with_scored_model,
     worker_url,
-    workers_of,
 )
 from weft.inference.worker.decoder import decode_command, decode_environment, decode_url
+from weft.inference.worker.workers import StageHost, Worker, stage_hosts_of, workers_of
 from weft.recipes.serving.checks import (
     check_certificate,
     check_decode,
@@ -47,6 +48,7 @@ from weft.recipes.serving.checks import (
     check_memory,
     check_ports,
     check_serving,
+    check_stage_hosts,
     least_gpu_bytes,
     warnings_of,
 )
@@ -95,8 +97,9 @@ def main(argv: Sequence[str]) -> int:
     if known.with_decode:
         is_chosen = load(overrides).inference.prefill.connector is not KvConnector.none
         overrides += WITH_DECODE[:1] if is_chosen else WITH_DECODE
-    config = with_scored_model(load(overrides))
+    config = _without_front(with_scored_model(load(overrides)))
     check_serving(config)
+    check_stage_hosts(config)
     check_decode(config)
     check_certificate(config)
     check_ports(config)
@@ -106,6 +109,7 @@ def main(argv: Sequence[str]) -> int:
     is_whole = config.inference.decode.enabled
     most = {"max_starts": 1} if is_whole else {}
     servers = [worker_server(config, worker, known.trace, **most) for worker in workers_of(config)]
+    servers += [_stage_server(config, stage) for stage in stage_hosts_of(config)]
     front = [_controller_server(config, overrides)] if is_whole else []
     evaluates = config.inference.evaluate.enabled
     if evaluates:
@@ -153,7 +157,7 @@ def check_gpus(config: WeftConfig, devices: Sequence[str]) -> None:
         ValueError: worker and training do not fit into a GPU's memory, or a rank or the decode server has no GPU of
             its own on this host.
     """
-    for worker in workers_of(config):
+    for worker in (*workers_of(config), *(stage.worker for stage in stage_hosts_of(config))):
         devices_of(config, worker, devices)
     check_decode_gpus(config, devices)
     if total := least_gpu_bytes(devices):
@@ -205,9 +209,11 @@ class _Readiness:
 def worker_server(config: WeftConfig, worker: Worker, trace: str | None, **options: int) -> ServerProcess:
     """Return a prefill worker's process, not started."""
     url = worker_url(config.inference.prefill, worker)
-    ranks = ", ".join(map(str, worker.ranks))
+    note = f" (rank {', '.join(map(str, worker.ranks))})"
+    if remote := [where for where in worker.remote if where]:
+        note += f", with stages at {', '.join(remote)}, where `weft serve` has to run as well"
     launch = partial(_worker_launch, config, worker, trace)
-    return ServerProcess(f"worker {worker.index}", url, launch, note=f" (rank {ranks})", **options)
+    return ServerProcess(f"worker {worker.index}", url, launch, note=note, **options)
 
 
 def _worker_launch(config: WeftConfig, worker: Worker, trace: str | None) -> Launch:
@@ -229,6 +235,33 @@ def _worker_launch(config: WeftConfig, worker: Worker, trace: str | None) -> Lau
         log=folder / f"worker{worker.index}.log",
         become=_yielding(config) if not devices else run_below_ranks,
     )
+
+
+def _stage_server(config: WeftConfig, stage: StageHost) -> ServerProcess:
+    """Return the process of a stage of another host's worker, not started. It ends when the worker ends."""
+
+    def launch() -> Launch:
+        folder = private_folder(boards_folder(config, os.getuid()))
+        devices, key, package = visible_gpus(), server_key(config, os.environ), _package(folder)
+        return Launch(
+            words=stage_command(stage, python=interpreter(config.inference.prefill)),
+            env=environment(config, stage.worker, os.environ, key=key, package=package, devices=devices),
+            folder=folder,
+            log=folder / f"stage{stage.rank}.log",
+            become=_yielding(config) if not devices else run_below_ranks,
+        )
+
+    name = f"stage {stage.stage} of the worker of {stage.server}"
+    note = f" (rank {stage.rank}) on port {stage.port}"
+    return ServerProcess(name, "", launch, note=note, max_starts=sys.maxsize)
+
+
+def _without_front(config: WeftConfig) -> WeftConfig:
+    """Return the configuration, without a decode server where there are only stages of other hosts' workers."""
+    if workers_of(config) or not stage_hosts_of(config):
+        return config
+    decode = replace(config.inference.decode, enabled=False)
+    return replace(config, inference=replace(config.inference, decode=decode))
 
 
 def _yielding(config: WeftConfig) -> Callable[[], None]:

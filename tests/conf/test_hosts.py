@@ -60,13 +60,18 @@ def test_a_cluster_manager_gives_each_node_as_many_ranks():
         ranks_here(load(worker).cluster)
 
 
-def test_a_worker_runs_on_one_host(hostfile):
-    worker = [hostfile, "inference.prefill.model=m", "inference.prefill.stages=2"]
+def test_a_worker_runs_on_one_host_unless_it_has_several_stages(hostfile):
+    stages = [hostfile, "inference.prefill.model=m", "inference.prefill.stages=2"]
+    load([*stages, "inference.prefill.ranks=[1,2]"])
+    worker = [hostfile, "inference.prefill.model=m", "inference.prefill.ranks_per_worker=2"]
     load([*worker, "inference.prefill.ranks=[2,3,6,7]"])
     load([*worker, "inference.prefill.ranks=[1,2]", "cluster.manager=local"])
     with pytest.raises(ValueError, match=r"inference\.prefill\.ranks=\[1, 2\]: \[1, 2\] are on several hosts"):
         load([*worker, "inference.prefill.ranks=[1,2]"])
     with pytest.raises(ValueError, match=r"inference\.prefill\.ranks=\[8\]: there are 8 ranks"):
         load([*worker, "inference.prefill.ranks=[8]"])
-    with pytest.raises(ValueError, match=r"inference\.prefill\.stages=4: 2 ranks are not a multiple"):
-        load([*worker, "inference.prefill.stages=4"])
+    load([*stages, "inference.prefill.stages=4"])
+    with pytest.raises(ValueError, match=r"inference\.prefill\.stages=3: 8 ranks are not a multiple"):
+        load([*stages, "inference.prefill.stages=3"])
+    with pytest.raises(ValueError, match=r"inference\.prefill\.ranks_per_worker=4: 2 ranks are not a multiple"):
+        load([hostfile, "inference.prefill.model=m", "inference.prefill.ranks_per_worker=4"])

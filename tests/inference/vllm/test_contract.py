@@ -121,3 +121,15 @@ def test_a_stage_is_asked_for_a_cache_by_names_that_we_replace():
     assert 'reg_data.get("request_id")' in inspect.getsource(worker._handle_push_reg_notif)
     assert 'decode_request_id = registration_data["request_id"]' in inspect.getsource(worker._do_start_push_kv)
     assert "_failed_recv_reqs.get_nowait()" in inspect.getsource(worker.__mro__[1].get_transfer_results)
+
+
+def test_stages_exchange_nothing_but_the_engines_name_and_the_number_of_hosts_when_they_start():
+    from vllm.distributed import parallel_state
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    synced = inspect.getsource(kv_transfer_state._sync_engine_id_across_tp)
+    assert synced.count("broadcast_object(") == 2 and "get_pp_group().broadcast_object(synced_id, src=0)" in synced
+    created = inspect.getsource(parallel_state.init_distributed_environment)
+    assert "_NODE_COUNT = _node_count(_WORLD.cpu_group)" in created
+    assert "if not torch.distributed.is_initialized():" in created
+    assert "get_device_communicator_cls()" in inspect.getsource(parallel_state.GroupCoordinator.__init__)

@@ -32,7 +32,7 @@ def test_a_limit_is_passed_behind_it(path, clock, limit_s, act, problem):
     status = WorkerStatus(path, stages=2)
     status.serve()
     if act == "stage":
-        module._record(path, 1)
+        module.record(path, 1)
     if act == "woke":
         status.woke()
     last_ns = BEGIN_NS + round(limit_s * 1e9)
@@ -61,12 +61,12 @@ def test_what_has_begun_goes_by_its_begin_and_what_was_done_by_its_last_time(pat
 
 
 def test_a_stage_records_nothing_before_its_engine_has_made_the_file(path, clock):
-    module._record(path, 0)
+    module.record(path, 0)
     WorkerStatus(path)
-    module._record(path, 0)
+    module.record(path, 0)
     status = WorkerStatus(path, stages=2)
     status.serve()
-    module._record(path, 0)
+    module.record(path, 0)
     assert status._words.tolist()[-2:] == [BEGIN_NS, 0], "a stage that has not recorded yet loads its weights"
 
 
