@@ -60,6 +60,13 @@ class Begin:
             token: the first token that the worker has drawn.
             longest: maximum number of tokens of prompt and answer.
         """
+        try:
+            return cls._of(value, prefilled, token, longest)
+        except (AttributeError, IndexError, KeyError, TypeError):  # another server's response
+            return None
+
+    @classmethod
+    def _of(cls, value: Mapping[str, Any], prefilled: Mapping[str, Any], token: object, longest: int) -> Begin | None:
         choice, prompt = prefilled["choices"][0], prefilled["usage"]["prompt_tokens"]
         message = choice.get("message")
         text = choice.get("text") if message is None else message.get("content")

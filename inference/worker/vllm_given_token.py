@@ -25,11 +25,11 @@ class GivenToken(AdapterLogitsProcessor):
         """Return the processor of a request's logits, or None if nothing is given."""
         transfer = (params.extra_args or {}).get("kv_transfer_params") or {}
         token = transfer.get(GIVEN)
-        if token is None:
+        if not isinstance(token, int):
             return None
 
         def leave_given(output: list[int], logits: torch.Tensor) -> torch.Tensor:
-            if output:
+            if output or not 0 <= token < len(logits):
                 return logits
             only = torch.full_like(logits, -inf)
             only[token] = 0.0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.inference.controller.fake_workers import DECODE, PATH, FakeWorkers, controller
+from tests.inference.controller.fake_workers import DECODE, EVENTS, PATH, FakeWorkers, controller
 from tests.inference.controller.test_controller_server import server
 from weft.inference.controller.begin import Begin, may_begin
 from weft.inference.requests import DRAWN, GIVEN
@@ -141,6 +141,18 @@ def test_only_streams_whose_first_chunk_is_known_begin(field, expected):
 )
 def test_what_the_decode_server_ends_or_refuses_does_not_begin(kind, fields, choice, token, longest):
     assert Begin.of(body_of(kind, **fields), prefilled(kind, 7, **choice), token, longest) is None
+
+
+@pytest.mark.parametrize(
+    "response", [{}, {"choices": []}, {"choices": [3]}, {"choices": [{}], "usage": None}, {"choices": None}]
+)
+async def test_a_response_of_another_form_leaves_the_begin_to_the_decode_server(response):
+    workers = FakeWorkers(1)
+    workers.prefilled = response | {"kv_transfer_params": {DRAWN: 7}}
+    async with controller(workers, decode_url=DECODE, continues=True) as client:
+        answer = await client.post(PATH, json=COMPLETION)
+    assert (answer.status_code, answer.content) == (200, EVENTS)
+    assert workers.decoded[0][1]["kv_transfer_params"] == {"do_remote_prefill": True}
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])

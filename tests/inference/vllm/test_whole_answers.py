@@ -202,3 +202,9 @@ def test_a_decode_server_continues_a_given_token(model, serving):
     _, after = raw("8400", body_of(str(model), [*given[0]["prompt_token_ids"], 42]), "/v1/completions")
     assert given[0]["token_ids"][0] == 42
     assert given[0]["token_ids"][1:] == after[0]["token_ids"][:-1]
+    for none in (-1, 10**9, "42", None):
+        body["kv_transfer_params"] = {GIVEN: none}
+        assert (
+            raw("8400", body, "/v1/completions")[1]
+            == raw("8400", body_of(str(model), "the pipeline"), "/v1/completions")[1]
+        )
