@@ -36,6 +36,8 @@ PROMPTS, OUTPUT = (16, 512), 16
 """Shortest and longest prompt, and tokens of each answer."""
 IN_TURN = 20
 """Requests sent one after the other, in each round."""
+PAUSE_S = 0.2
+"""Longest pause before each of them, as between those of users: a server that was busy a moment ago is faster."""
 WARM = "warm"
 ANSWER_S = 600.0
 RUN_S = 3600.0
@@ -126,10 +128,11 @@ class _Bench:
         headers = {"Authorization": f"Bearer {self.key}"}
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=url, headers=headers, timeout=ANSWER_S, limits=limits) as client:
-            asked = (self._stream(client, limit, seed + number) for number in range(count))
+            pause_s = PAUSE_S if at_once == 1 else 0.0
+            asked = (self._stream(client, limit, seed + number, pause_s) for number in range(count))
             self.found.setdefault(name, []).append(await asyncio.gather(*asked))
 
-    async def _stream(self, client: httpx.AsyncClient, limit: asyncio.Semaphore, seed: int) -> Streamed:
+    async def _stream(self, client: httpx.AsyncClient, limit: asyncio.Semaphore, seed: int, pause_s: float) -> Streamed:
         draw, name = random.Random(seed), secrets.token_hex(8)
         body = {
             "prompt": [draw.randrange(256) for _ in range(draw.randint(*PROMPTS))],
@@ -140,6 +143,7 @@ class _Bench:
             "return_token_ids": True,
         }
         async with limit:
+            await asyncio.sleep(draw.uniform(0.0, pause_s))
             begin_s, first_s, tokens, rest = time.monotonic(), 0.0, list[int](), b""
             async with client.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": name}) as answer:
                 async for part in answer.aiter_bytes():

@@ -32,10 +32,6 @@ class ClockOffset:
         self._trips.append((trip_ns, (received_ns - sent_ns + replied_ns - returned_ns) // 2))
         self.ns = min(self._trips)[1]
 
-    def here_ns(self, there_ns: int) -> int:
-        """Return a time of the other host by this host's clock."""
-        return there_ns - self.ns
-
     def here_s(self, there_s: float) -> float:
         """Return a time of the other host, in seconds, by this host's clock."""
         return there_s - self.ns / 1e9

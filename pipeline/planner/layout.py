@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, combinations, pairwise
+from itertools import combinations, pairwise
 from typing import Any, Self
 
 from weft.pipeline.memory import RankMemory
@@ -164,10 +164,6 @@ class Layout(Shape):
         sizes = {self.cell, self.replicas % self.cell or self.cell}
         placement = self.placement
         return [placement.of_pipelines(size) for size in sorted(sizes, reverse=True)]
-
-    def layer_ranges(self) -> list[range]:
-        """Return the layers of each virtual stage."""
-        return [range(*bounds) for bounds in pairwise([0, *accumulate(self.layers)])]
 
     def site_of(self) -> list[int]:
         """Return the site of each pipeline rank, route after route."""

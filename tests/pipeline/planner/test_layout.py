@@ -45,7 +45,6 @@ def test_each_route_sees_its_own_sites():
     assert len(LAYOUT.links) == 3
     alone = replace(LAYOUT, routes=1, sites=(4, 1), stages=(2, 1))
     assert alone.links == [(4, 1)]
-    assert LAYOUT.layer_ranges() == [range(0, 2), range(2, 5), range(5, 6)]
 
 
 def test_a_placement_is_that_of_the_route_through_most_sites():
