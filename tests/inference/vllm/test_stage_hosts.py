@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.inference.vllm.test_recipe import WEFT
+
+pytest.importorskip("weft.tools.netbed", reason="needs the feature wan")
 from weft.tools.netbed import Link, NetBed, Node, Topology, missing
 
 pytestmark = [

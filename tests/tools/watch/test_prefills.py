@@ -156,8 +156,7 @@ def test_granted_chunks_lie_in_the_bubbles_in_which_they_were_granted(run, tmp_p
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(chunk_recorder, "monotonic", clock.monotonic)
     path = tmp_path_factory.mktemp("boards", numbered=True) / "private" / "rank0.board"
-    monkeypatch.setattr(BoardWriter, "_beat", lambda self: None)
-    board = BoardWriter(path, rank=0, plan=[], max_edges=16)
+    board = BoardWriter(path, rank=0, plan=[], max_edges=16, beats=False)
     ring, found = RingWriter(rings_folder(run), 0, 4096), Collector(run, "h")
     gate = Gate([BoardReader(path)], PrefillCost(), guard_s=0.001)
     worker, granted, bubbles = ChunkRecorder(str(rings_folder(run)), [0], 1), [], []
