@@ -85,6 +85,7 @@ class RtsSender(_RtsEnd):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _farewells.clear()
         self._sent: deque[tuple[dist.Work | None, dist.Work]] = deque()  # RTS messages, each with its send
 
     def send(self, tag: str, tensor: Tensor) -> RtsSend:
@@ -115,7 +116,7 @@ class RtsSender(_RtsEnd):
         self._sent.append((self._tell(rts), announced))
 
     def _tell_that_it_leaves(self) -> None:
-        self._farewell = self._tell(_LEAVES)
+        _farewells.append(self._tell(_LEAVES))
 
     def _tell(self, rts: Tensor) -> dist.Work | None:
         """Start sending an RTS. gloo sends it when the receiver posts its receive, which may never happen.
@@ -203,3 +204,8 @@ def _rts(number: int, tag: str, num_bytes: int) -> Tensor:
 
 _LEAVES = torch.tensor([-1, 0, 0])
 """Sent instead of an RTS when the sender leaves."""
+_farewells: list[dist.Work | None] = []
+"""Those of channels that this process has left, until it makes others, by when the peers have left theirs, too.
+
+A peer may post a receive when the sending end is no more. It would wait for as long as this process waits for it.
+"""

@@ -1,5 +1,6 @@
 """The ends of a channel of ready-to-send messages give their threads back, whatever the other end does."""
 
+import gc
 import threading
 
 import pytest
@@ -62,6 +63,34 @@ def test_a_sender_that_leaves_ends_the_receiver_that_waits_for_it():
     assert heard[-1] == "0"
     for name, text in zip(("second", "third", "fourth"), heard, strict=False):
         assert text == f"link rank 0 -> rank 1: {name} did not arrive and the peer has exited: it has left"
+
+
+def sender_has_gone() -> list[str]:
+    """The receive is posted when nothing of the sending end is left, but other ends keep its group's connections."""
+    sender, receiver = ends()
+    if sender is not None:
+        kept = sender.rts_group
+        sender.leave()
+        left = threads_left()
+        del sender
+        gc.collect()
+        dist.barrier()
+        dist.barrier()
+        del kept
+        return [str(left)]
+    assert receiver is not None
+    dist.barrier()
+    said = error_of(receiver.recv("late", SPEC).wait)
+    receiver.close()
+    left = threads_left()
+    dist.barrier()
+    return [said, str(left)]
+
+
+def test_a_receive_that_is_posted_when_the_sender_has_gone_does_not_wait_for_it():
+    sent, (said, left) = run_in_threads(2, sender_has_gone)
+    assert sent == [left] == ["0"]
+    assert said == "link rank 0 -> rank 1: late did not arrive and the peer has exited: it has left"
 
 
 def receiver_leaves() -> list[str]:
