@@ -86,6 +86,7 @@ class RtsSender(_RtsEnd):
     def __post_init__(self) -> None:
         super().__post_init__()
         _farewells.clear()
+        self._peer_in_group = dist.get_group_rank(self.rts_group, self.peer)
         self._sent: deque[tuple[dist.Work | None, dist.Work]] = deque()  # RTS messages, each with its send
 
     def send(self, tag: str, tensor: Tensor) -> RtsSend:
@@ -123,7 +124,8 @@ class RtsSender(_RtsEnd):
 
         The caller must keep a reference to the returned work until then.
         """
-        return dist.isend(rts, self.peer, group=self.rts_group)
+        # Not `dist.isend`, which fails once this process has left the job.
+        return self.rts_group.send([rts], self._peer_in_group, 0)
 
 
 class RtsReceiver(_RtsEnd):

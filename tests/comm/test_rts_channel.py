@@ -93,6 +93,30 @@ def test_a_receive_that_is_posted_when_the_sender_has_gone_does_not_wait_for_it(
     assert said == "link rank 0 -> rank 1: late did not arrive and the peer has exited: it has left"
 
 
+def sender_has_left_the_job(met: threading.Barrier) -> list[str]:
+    """Its thread is late, and says that it leaves when the process has left the job already."""
+    sender, receiver = ends()
+    if sender is not None:
+        left_job = threading.Event()
+        sender._rts_thread.submit(left_job.wait)
+        sender.leave()
+        dist.distributed_c10d._abort_process_group()
+        left_job.set()
+        met.wait(60.0)
+        return [str(threads_left())]
+    assert receiver is not None
+    said = error_of(receiver.recv("next", SPEC).wait)
+    receiver.close()
+    met.wait(60.0)
+    return [said, str(threads_left())]
+
+
+def test_a_sender_says_that_it_leaves_when_it_has_left_the_job():
+    sent, (said, left) = run_in_threads(2, sender_has_left_the_job, threading.Barrier(2))
+    assert sent == [left] == ["0"]
+    assert said == "link rank 0 -> rank 1: next did not arrive and the peer has exited: it has left"
+
+
 def receiver_leaves() -> list[str]:
     """It has posted nothing that the sender's messages could go to."""
     sender, receiver = ends()
