@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import monotonic, monotonic_ns, sleep
-from typing import Protocol
 
+from weft.comm.message_stream import MessageStream
 from weft.inference.board.clock_offset import ClockOffset
 from weft.inference.board.reader import BoardReader
 from weft.inference.board.view import BoardView
@@ -25,22 +25,6 @@ CHECK_S = 0.01
 LOST_S = 30.0
 """Seconds of silence after which the other host is lost. Loading weights may delay its replies."""
 _REQUEST = b"board"
-
-
-class Stream(Protocol):
-    """A connection that carries messages. See `weft.comm.message_stream.MessageStream`."""
-
-    def send(self, message: bytes) -> None:
-        """Send a message."""
-        ...
-
-    def receive(self) -> bytearray:
-        """Return the next message."""
-        ...
-
-    def has_message(self, timeout_s: float) -> bool:
-        """Wait for a message. Return False after ``timeout_s``."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +138,7 @@ class BoardMirror:
             writer.idle(edge_ns - self._offset_ns)
 
 
-def serve_board(stream: Stream, path: str | Path) -> None:
+def serve_board(stream: MessageStream, path: str | Path) -> None:
     """Send news of the board at ``path`` as often as they are requested, on the rank's host.
 
     Raises:
@@ -170,7 +154,7 @@ def serve_board(stream: Stream, path: str | Path) -> None:
         stream.send(json.dumps([received_ns, monotonic_ns(), news]).encode())
 
 
-def follow_board(stream: Stream, mirror: BoardMirror, offset: ClockOffset, replied: Callable[[], None]) -> None:
+def follow_board(stream: MessageStream, mirror: BoardMirror, offset: ClockOffset, replied: Callable[[], None]) -> None:
     """Keep a copy of the board that `serve_board` sends, until the connection is lost.
 
     Args:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -76,18 +75,17 @@ class Begin:
         if not isinstance(token, int) or not isinstance(text, str) or prompt + (asked or 2) > longest:
             return None
         tokens = choice.get("token_ids") if value.get("return_token_ids") else None
-        head = {"id": prefilled["id"], "created": int(time.time()), "model": prefilled["model"]}
-        if message is None:
-            ids = {"prompt_token_ids": choice.get("prompt_token_ids") if tokens else None, "token_ids": tokens}
-            part = {"index": 0, "text": text, "logprobs": None, "finish_reason": None, "stop_reason": None}
-            return cls(token, text, _event(head, "text_completion", part | ids))
-        role = {"role": message["role"], "content": ""}
+        holder = choice if message is None else prefilled
+        prompts = {"prompt_token_ids": holder.get("prompt_token_ids") if tokens else None}
         ends = {"logprobs": None, "finish_reason": None}
-        first = {"prompt_token_ids": prefilled.get("prompt_token_ids") if tokens else None, "prompt_text": None}
+        if message is None:
+            part = {"index": 0, "text": text} | ends | {"stop_reason": None} | prompts | {"token_ids": tokens}
+            return cls(token, text, _event(prefilled, "text_completion", part))
         kind = "chat.completion.chunk"
-        events = _event(head, kind, {"index": 0, "delta": role} | ends, first)
-        content = {"index": 0, "delta": {"content": text}} | ends | {"token_ids": tokens}
-        return cls(token, text, events + _event(head, kind, content))
+        role = {"index": 0, "delta": {"role": message["role"], "content": ""}} | ends
+        part = {"index": 0, "delta": {"content": text}} | ends | {"token_ids": tokens}
+        first = _event(prefilled, kind, role, prompts | {"prompt_text": None})
+        return cls(token, text, first + _event(prefilled, kind, part))
 
     async def rest(self, stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Yield the decode server's events without what this begin has.
@@ -134,12 +132,10 @@ class Begin:
         return EVENT + _dump(chunk), True
 
 
-def _event(
-    head: Mapping[str, Any], kind: str, choice: Mapping[str, Any], more: Mapping[str, Any] | None = None
-) -> bytes:
+def _event(prefilled: Mapping[str, Any], kind: str, choice: object, more: Mapping[str, Any] | None = None) -> bytes:
     """Return an event with its fields in vLLM's order."""
-    named = {"id": head["id"], "object": kind, "created": head["created"], "model": head["model"]}
-    return EVENT + _dump(named | {"choices": [choice]} | dict(more or {})) + EVENT_END
+    head = {"id": prefilled["id"], "object": kind, "created": prefilled["created"], "model": prefilled["model"]}
+    return EVENT + _dump(head | {"choices": [choice]} | dict(more or {})) + EVENT_END
 
 
 def _dump(chunk: Mapping[str, Any]) -> bytes:

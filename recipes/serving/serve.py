@@ -98,14 +98,7 @@ def main(argv: Sequence[str]) -> int:
         is_chosen = load(overrides).inference.prefill.connector is not KvConnector.none
         overrides += WITH_DECODE[:1] if is_chosen else WITH_DECODE
     config = _without_front(with_scored_model(load(overrides)))
-    check_serving(config)
-    check_stage_hosts(config)
-    check_decode(config)
-    check_certificate(config)
-    check_ports(config)
-    check_engine(config)
-    if devices := visible_gpus():
-        check_gpus(config, devices)
+    _check(config)
     is_whole = config.inference.decode.enabled
     most = {"max_starts": 1} if is_whole else {}
     servers = [worker_server(config, worker, known.trace, **most) for worker in workers_of(config)]
@@ -254,6 +247,18 @@ def _stage_server(config: WeftConfig, stage: StageHost) -> ServerProcess:
     name = f"stage {stage.stage} of the worker of {stage.server}"
     note = f" (rank {stage.rank}) on port {stage.port}"
     return ServerProcess(name, "", launch, note=note, max_starts=sys.maxsize)
+
+
+def _check(config: WeftConfig) -> None:
+    """Raise ValueError if servers cannot be started with these settings on this host."""
+    check_serving(config)
+    check_stage_hosts(config)
+    check_decode(config)
+    check_certificate(config)
+    check_ports(config)
+    check_engine(config)
+    if devices := visible_gpus():
+        check_gpus(config, devices)
 
 
 def _without_front(config: WeftConfig) -> WeftConfig:

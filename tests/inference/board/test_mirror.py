@@ -82,6 +82,14 @@ def eventually(holds):
         time.sleep(0.005)
 
 
+def followed(boards):
+    """The writer of a board, and the reader of its copy, which is there."""
+    there, here = boards
+    writer, reader = BoardWriter(there, rank=0, plan=[], max_edges=16), BoardReader(here)
+    eventually(lambda: reader.state().alive)
+    return writer, reader
+
+
 def write_steps(writer, count, begin_ns):
     """Steps of 100 ms: idle, 20 ms of work at 30 ms, and work from 90 ms on."""
     for step in range(count):
@@ -162,10 +170,7 @@ def test_the_steps_of_the_next_run_are_copied_from_its_first(boards):
 
 
 def test_an_idle_rank_wakes_readers_of_the_copy(boards, link):
-    there, here = boards
-    writer = BoardWriter(there, rank=0, plan=[], max_edges=16)
-    reader = BoardReader(here)
-    eventually(lambda: reader.state().alive)
+    writer, reader = followed(boards)
     writer.begin(1)
     writer.busy()
     eventually(lambda: reader.state().busy_since_s)
@@ -177,10 +182,8 @@ def test_an_idle_rank_wakes_readers_of_the_copy(boards, link):
 
 
 def test_a_copy_looks_dead_soon_after_the_connection_is_lost_but_not_ended(boards, link):
-    there, here = boards
-    writer = BoardWriter(there, rank=0, plan=[], max_edges=16)
+    writer, reader = followed(boards)
     writer.begin(1)
-    reader = BoardReader(here)
     eventually(lambda: reader.state().step == 1)
     link()
     cut_s = time.monotonic()
@@ -191,10 +194,7 @@ def test_a_copy_looks_dead_soon_after_the_connection_is_lost_but_not_ended(board
 
 
 def test_a_copy_stays_alive_while_its_rank_marks_nothing(boards, link):
-    there, here = boards
-    writer = BoardWriter(there, rank=0, plan=[], max_edges=16)
-    reader = BoardReader(here)
-    eventually(lambda: reader.state().alive)
+    writer, reader = followed(boards)
     time.sleep(3 * SILENCE_S)
     eventually(lambda: reader.state().alive)
     writer.close()
@@ -202,9 +202,7 @@ def test_a_copy_stays_alive_while_its_rank_marks_nothing(boards, link):
 
 def test_a_copy_ends_with_training_and_follows_the_next_run(boards, link):
     there, here = boards
-    writer = BoardWriter(there, rank=0, plan=[], max_edges=16)
-    reader = BoardReader(here)
-    eventually(lambda: reader.state().alive)
+    writer, reader = followed(boards)
     writer.close()
     eventually(lambda: reader.ended)
     assert not here.exists() and not reader.state().alive
