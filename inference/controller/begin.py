@@ -34,6 +34,8 @@ def may_begin(value: Mapping[str, Any]) -> bool:
         and given.keys() <= _PLAIN
         and isinstance(options, dict)
         and options.keys() <= {"include_usage"}
+        # Workers do not see these: the decode server alone refuses other types.
+        and all(isinstance(flag, bool) for flag in (*options.values(), given.get("return_token_ids", True)))
     )
 
 
