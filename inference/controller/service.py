@@ -87,20 +87,25 @@ class Service:
         self._clients = clients
         self._metrics = Metrics(fleet)
         headers = {"Authorization": f"Bearer {server_key}"} if server_key else {}
-        # Without idle connections. httpx (0.28) may close one as expired under a request that was just given it, and a
-        # prompt's cache can be fetched once only.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         # Workers are local: ignore the environment's proxy settings.
         # Servers on other hosts may have certificates of this host's store, or of SSL_CERT_FILE.
-        options: dict[str, Any] = {"transport": transport, "trust_env": False, "limits": limits}
+        options: dict[str, Any] = {"transport": transport, "trust_env": False}
         options["verify"] = ssl.create_default_context()
-        self.client = httpx.AsyncClient(headers=headers, **options)
-        self.outer_client = httpx.AsyncClient(**options)
+        # A new connection costs a prompt a millisecond. Only a worker closes one that is idle: with a limit of its own,
+        # httpx (0.28) may close a connection under a request that was just given it.
+        kept = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None)
+        self.client = httpx.AsyncClient(headers=headers, limits=kept, **options)
+        # None is kept to other servers, which may close it at the same moment. `Dispatch` then sends a prompt to the
+        # next worker, but a prompt's cache can be fetched once only.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self.outer_client = httpx.AsyncClient(limits=limits, **options)
         self.dispatch = Dispatch(fleet, settings, self._metrics, self.client, server_key=server_key)
         self._answers = None
         if decode_url:
             urls = [url or decode_url for url in fleet.decoders]
-            servers = {url: AnsweringServer(url, self.client, settings) for url in (decode_url, *urls)}
+            servers = {
+                url: AnsweringServer(url, self.outer_client, settings, key=server_key) for url in (decode_url, *urls)
+            }
             near = [servers[url] for url in urls]
             self._answers = Answers(
                 servers[decode_url],

@@ -207,9 +207,10 @@ async def controller(
     continues=False,
     clients="",
     keys=None,
+    over_tcp=False,
     **settings,
 ):
-    """A client of a running controller."""
+    """A client of a running controller. Over TCP the names of workers are addresses of servers."""
     fleet, config = fleet_of(workers, boards, **{"probe_s": 60.0, "answer_slack_s": 0.2, "silence_s": 0.3, **settings})
     app = Service(
         fleet,
@@ -221,7 +222,7 @@ async def controller(
         allow_decode=allow_decode,
         decode_url=decode_url,
         continues=continues,
-        transport=workers,
+        transport=None if over_tcp else workers,
     ).app()
     async with (
         app.router.lifespan_context(app),

@@ -305,8 +305,8 @@ async def test_a_near_decode_server_whose_engine_is_stopped_is_replaced(fault):
         assert len(workers.decoded) == 4, "each is answered once"
 
 
-async def test_no_request_gets_a_connection_that_another_has_used():
-    """The client may close such a connection under the request, after the server has got it."""
+async def test_no_decode_server_gets_a_request_on_a_connection_that_another_has_used():
+    """The client may close such a connection under the request, after the server has fetched the prompt's cache."""
     peers = []
 
     async def answer(reader, writer):
@@ -317,7 +317,7 @@ async def test_no_request_gets_a_connection_that_another_has_used():
         writer.close()
 
     service = Service(*fleet_of(FakeWorkers(1), None), count=len, clients=Clients("", ""))
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, service.client as client:
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, service.outer_client as client:
         for _ in range(3):
             await client.get(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/health")
     assert len(set(peers)) == 3

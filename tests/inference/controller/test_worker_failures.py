@@ -1,6 +1,9 @@
 """Workers that fail, hang, are slow or come back: their prompts move, and the caller gets an answer or an error."""
 
 import asyncio
+import contextlib
+import re
+from functools import partial
 
 import pytest
 
@@ -169,3 +172,39 @@ async def test_a_slow_list_of_models_takes_no_worker_down():
         workers.fault["w1"] = "slow"
         assert (await client.get("/v1/models")).status_code == 503
         assert (await client.get("/ready")).json()["up"] == 2
+
+
+@pytest.mark.parametrize(("closes", "connections"), [("never", [1, 1]), ("idle", [2, 1]), ("asked", [2, 1])])
+async def test_prompts_use_the_connections_that_a_worker_keeps(closes, connections):
+    """If the worker closes one they go on: over a new one, or if it has just been used, at the next worker."""
+    opened, prompts = [0, 0], [0, 0]
+
+    async def serve(worker, reader, writer):
+        opened[worker] += 1
+        with contextlib.suppress(asyncio.IncompleteReadError):  # the controller has ended
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                (length,) = re.findall(rb"content-length: (\d+)", head.lower()) or [b"0"]
+                await reader.readexactly(int(length))
+                prompts[worker] += head.startswith(b"POST")
+                is_last = prompts[worker] == 3 and opened[worker] == 1
+                if is_last and closes == "asked":
+                    break
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}")
+                if is_last and closes == "idle":
+                    break
+        writer.close()
+
+    async with contextlib.AsyncExitStack() as servers:
+        workers = FakeWorkers(0)
+        for number in range(2):
+            server = await asyncio.start_server(partial(serve, number), "127.0.0.1", 0)
+            await servers.enter_async_context(server)
+            workers.names.append(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        # The second worker's bubble is later, so the first worker gets all prompts.
+        boards = [FakeBoard(), FakeBoard(((5.0, 10.0),))]
+        client = await servers.enter_async_context(controller(workers, boards, over_tcp=True))
+        for _ in range(6):
+            assert (await client.post(PATH, json=PREFILL)).status_code == 200
+    assert opened == connections
+    assert prompts == ([6, 1] if closes == "asked" else [6, 0])
