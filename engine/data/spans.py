@@ -243,12 +243,9 @@ class _Turns:
         base, number = self._before(turn + 1)
         if turn == len(self._messages) - 1:
             return len(self._text)
-        closings = [self._after(turn + 1, number)]
-        asked = self._after(turn + 1, number, add_generation_prompt=True)
-        prompt = self._prompt(turn)
-        if asked is not None and prompt and asked.endswith(prompt):
-            closings.append(asked.removesuffix(prompt))
-        known = [each for each in closings if each is not None]
+        asked = self._after(turn + 1, number, add_generation_prompt=True) or ""
+        closed = next((asked.removesuffix(prompt) for prompt in self._prompts(turn) if asked.endswith(prompt)), None)
+        known = [each for each in (self._after(turn + 1, number), closed) if each is not None]
         if not known:
             return None
         end = base + max(_agreement(self._text[base : base + len(each)], each) for each in known)
@@ -256,11 +253,18 @@ class _Turns:
         straddling = self._tokens[token][0] if token < len(self._tokens) else end
         return straddling if max(base, start) <= straddling < end else end
 
-    def _prompt(self, turn: int) -> str:
-        """Return the text that the template adds to request a turn, or an empty string if it is unknown."""
-        _, number = self._before(turn)
-        prompt, plain = self._after(turn, number, add_generation_prompt=True), self._after(turn, number)
-        return "" if prompt is None or plain is None else prompt[_agreement(prompt, plain) :]
+    def _prompts(self, turn: int) -> Iterator[str]:
+        """Yield the texts that the template adds to request an answer to the nearest questions.
+
+        After an answer it may add more, to close it.
+        """
+        answered = {n + 1 for n, message in enumerate(self._messages) if message["role"] == "assistant"}
+        counts = [count for count in range(len(self._messages)) if count not in answered]
+        for count in sorted(counts, key=lambda count: abs(count - turn))[:3]:
+            _, number = self._before(count)
+            prompt, plain = self._after(count, number, add_generation_prompt=True), self._after(count, number)
+            if prompt is not None and plain is not None and (text := prompt[_agreement(prompt, plain) :]):
+                yield text
 
     def _before(self, turn: int) -> tuple[int, int | None]:
         """Return the end of the last marked text before a turn, and its mark's number.

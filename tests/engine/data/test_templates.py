@@ -92,10 +92,16 @@ def test_turn_ends_at_its_closing_token(tokenizer, name, system):
     assert learnt(tokenizer, name, TALK if system else TALK[1:]) == turns(name, answers)
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen2.5", "phi3", "chatml"])
+@pytest.mark.parametrize("name", ["llama3", "qwen2.5", "phi3", "chatml", "gpt-oss"])
 def test_answer_at_the_beginning_counts_alone(tokenizer, name):
     """Without messages, templates leave out the system's turn or the beginning of sequence, but not with them."""
     assert learnt(tokenizer, name, TALK[4:]) == turns(name, ANSWERS[1:])
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2.5", "phi3", "chatml", "granite", "gpt-oss"])
+def test_answers_in_a_row_end_at_their_closing_tokens(tokenizer, name):
+    talk = [*TALK[:3], TALK[4], *TALK[5:]]
+    assert "".join(learnt(tokenizer, name, talk)) == "".join(turns(name, ANSWERS))
 
 
 def test_turn_with_the_text_of_another_inside_is_refused(tokenizer, monkeypatch):
