@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from weft.conf.host.documents import read_text
 from weft.engine.data.documents import IGNORED, document_key, text_key
 from weft.engine.data.encode import Columns
-from weft.engine.data.marks import Message, place_marks
+from weft.engine.data.marks import Message
 from weft.engine.data.messages import CALLS, Conversation, conversation_fault, is_call
 from weft.engine.data.spans import ChatTemplate, NotJinja, Span
 from weft.engine.data.tokenizer import tokenizer_sha256
@@ -72,7 +72,7 @@ class ChatEncoder:
         self._limit = limit
         texts = sorted({plain.template, tool_use.template})
         shown = now if any("strftime_now" in text for text in texts) else None
-        parts = ("chat 7", fields, tokenizer_sha256(tokenizer), texts, limit, shown)
+        parts = ("chat 8", fields, tokenizer_sha256(tokenizer), texts, limit, shown)
         self.sha256 = hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def value_of(self, row: Mapping[str, Any]) -> Conversation:
@@ -109,6 +109,7 @@ class ChatEncoder:
         """
         if fault := conversation_fault(talk):
             raise ValueError(fault)
+        self._templates[talk.tools is not None].require_parts_read(talk.messages, talk.tools)
         text = self.rendered(talk)
         calls = [n for n, message in enumerate(talk.messages) if is_call(message) and not message.get("content")]
         if calls and text == self._without_calls(talk):
@@ -132,10 +133,7 @@ class ChatEncoder:
         Raises:
             ValueError: the template rejects the conversation.
         """
-        marks = place_marks(talk.messages, self.rendered(talk), lambda marked: self._with(talk, marked))
-        shown = {number for number, _ in marks.positions(self._with(talk, marks.put(talk.messages)))}
-        places = [place for number, place in enumerate(marks.places) if number not in shown]
-        return [message for message, path in places if path[0] == "content" and talk.messages[message]["content"]]
+        return self._templates[talk.tools is not None].hidden(talk.messages, talk.tools)
 
     def _with(self, talk: Conversation, messages: Sequence[Message]) -> str:
         return self.rendered(talk._replace(messages=messages))

@@ -131,10 +131,17 @@ def _merged(parts: list[Seen]) -> Seen:
 
 
 def _form(part: Any) -> object:
-    """Return what a chat template may refuse in a list of messages: its roles, and the keys that have a value."""
+    """Return what a chat template may refuse in a list of messages: its roles, and the types of the values of keys."""
     if not isinstance(part, list) or not all(isinstance(each, Mapping) and "role" in each for each in part):
         return type(part)
-    return tuple((each["role"], *sorted(key for key, value in each.items() if value)) for each in part)
+    return tuple((each["role"], *sorted((key, *_types(value)) for key, value in each.items() if value)) for each in part)
+
+
+def _types(value: Any) -> set[str]:
+    """Return the types of a value, and of the arguments in a list of calls."""
+    calls = [each.get("function", each) for each in value if isinstance(each, Mapping)] if type(value) is list else []
+    arguments = [call["arguments"] for call in calls if isinstance(call, Mapping) and "arguments" in call]
+    return {type(each).__name__ for each in (value, *arguments)}
 
 
 @dataclass

@@ -144,6 +144,8 @@ class PairEncoder:
             return [self._around.opened(prompt), *map(self._around.closed, wholes)]
         template = self._chat_template()
         talks = pair.texts()
+        for talk in talks[1:]:
+            template.require_parts_read(talk, pair.tools)
         texts = [template.text(talks[0], pair.tools, add_generation_prompt=True)]
         texts += [template.text(talk, pair.tools) for talk in talks[1:]]
         return list(self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])

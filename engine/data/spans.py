@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from weft.engine.data.marks import Marks, Message, place_marks
+from weft.engine.data.messages import is_parts
 from weft.engine.data.sandbox import install, limited
 
 Span = tuple[int, int]
@@ -73,16 +74,48 @@ class ChatTemplate:
         """Render a conversation as text. ``add_generation_prompt`` appends the beginning of an assistant's turn.
 
         Raises:
-            ValueError: the template rejects the messages, or prints the parts of a content as a list of Python.
+            ValueError: the template rejects the messages.
         """
-        text = self._jinja(messages, tools, add_generation_prompt=add_generation_prompt)[0][0]
-        for number, content in enumerate((message.get("content") for message in messages), start=1):
-            if isinstance(content, list) and str(content) in text:
-                raise ValueError(
-                    f"message {number} has its content in parts, which the chat template does not read; give plain "
-                    "text, or set data.chat_template to one that reads parts"
-                )
-        return text
+        return self._jinja(messages, tools, add_generation_prompt=add_generation_prompt)[0][0]
+
+    def hidden(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        """Return the numbers of the messages that have a content which the template does not show.
+
+        Raises:
+            ValueError: the template rejects the messages.
+        """
+        marks = place_marks(messages, self.text(messages, tools), lambda marked: self.text(marked, tools))
+        shown = {number for number, _ in marks.positions(self.text(marks.put(messages), tools))}
+        places = [place for number, place in enumerate(marks.places) if number not in shown]
+        return [message for message, path in places if path[0] == "content" and messages[message]["content"]]
+
+    def require_parts_read(self, messages: Sequence[Message], tools: Tools) -> None:
+        """Check that the template shows contents in parts, unless it does not show them as plain text either.
+
+        Raises:
+            ValueError: it refuses them, leaves one out, or prints it as a list of Python.
+        """
+        given = {n: message["content"] for n, message in enumerate(messages) if is_parts(message.get("content"))}
+        if not given:
+            return
+        plain = [
+            {**message, "content": "".join(part["text"] for part in given[n])} if n in given else message
+            for n, message in enumerate(messages)
+        ]
+        try:
+            shown = given.keys() - self.hidden(plain, tools)
+        except ValueError:
+            return  # a template may read nothing but parts
+        try:
+            text, hidden = self.text(messages, tools), self.hidden(messages, tools)
+            lost = [n for n in sorted(shown) if n in hidden or str(given[n]) in text]
+        except ValueError:
+            lost = sorted(shown)
+        if lost:
+            raise ValueError(
+                f"message {lost[0] + 1} has its content in parts, which the chat template does not read; give plain "
+                "text, or set data.chat_template to one that reads parts"
+            )
 
     def spans(
         self,

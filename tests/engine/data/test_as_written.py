@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import datasets
 import pyarrow as pa
@@ -10,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from weft.conf.schema import DataConfig, DataKind
-from weft.engine.data import build_loader, check_source, encode_first, tokens, unused_lines
+from weft.engine.data import build_loader, check_source, encode_first, require_encodable, tokens, unused_lines
 from weft.engine.data.documents import IGNORED
 
 TEMPLATE = (
@@ -150,6 +151,20 @@ def test_content_in_parts_is_rendered_by_a_template_that_reads_parts(tokenizer, 
     assert counted == "you there<|end_turn|>"
     with pytest.raises(ValueError, match="message 2 has its content in parts, which the chat template does not read"):
         encode_first(config(path, tmp_path, chat_template=TEMPLATE), tokenizer)
+
+
+@pytest.mark.parametrize("reads", ["m.content if m.content is string else ''", "'' + m.content"])
+def test_a_question_in_parts_is_not_lost(tokenizer, write, tmp_path, reads):
+    """A template may leave out what is not a string, or fail, and the first rows may have plain text."""
+    template = TEMPLATE.replace("{{ m.content }}", f"{{{{ {reads} }}}}")
+    asked = [[{"role": "user", "content": content}] for content in ("hello", PARTS)]
+    good, bad = ([{"role": "assistant", "content": text}] for text in ("so", "no"))
+    chats = write("a.jsonl", [{"messages": each + good} for each in asked])
+    pairs = write("b.jsonl", [{"prompt": each, "chosen": good, "rejected": bad} for each in asked])
+    for kind, path in (DataKind.chat, chats), (DataKind.preference, pairs):
+        data = replace(config(path, tmp_path, chat_template=template), kind=kind)
+        with pytest.raises(ValueError, match=r"line 2: message 1 has its content in parts, which .* does not read"):
+            require_encodable(data, tokenizer, check_source(data))
 
 
 def test_a_column_of_a_type_that_nothing_reads_is_no_obstacle(tokenizer, tmp_path):
