@@ -22,6 +22,7 @@ from weft.conf.schema import DataKind, WeftConfig
 from weft.conf.sources import for_each_source
 from weft.conf.trees import to_tree
 from weft.engine.attempt import Attempt, ReusedValues
+from weft.engine.checkpoint import to_resume
 from weft.engine.data import (
     HostLoader,
     MicrobatchLoader,
@@ -114,7 +115,7 @@ def prepare(
     attempt.set_up.done("self-check")
     loader, evaluation = _loaders(config, tokenizer, folder, kept, host)
     attempt.set_up.done("data")
-    config = _with_steps(config, loader)
+    config = _with_steps(config, loader, folder)
     torch.manual_seed(config.train.seed)
     return _with_skips(config), tokenizer, loader, evaluation
 
@@ -228,10 +229,10 @@ def _start_host_loader(attempt: Attempt) -> HostLoader:
     return host
 
 
-def _with_steps(config: WeftConfig, loader: MicrobatchLoader) -> WeftConfig:
+def _with_steps(config: WeftConfig, loader: MicrobatchLoader, folder: Path) -> WeftConfig:
     """Return the configuration with ``train.epochs`` converted to ``train.steps``, if epochs are set.
 
-    Otherwise print how many epochs the steps are, if they are more than one. Collective call.
+    Steps that a checkpoint has done may have had more or fewer sequences. Otherwise print how many epochs the steps are, if they are more than one. Collective call.
     """
     per_step = config.train.microbatch_size * config.pipeline.microbatches * num_replicas(config, dist.get_world_size())
     if not (config.train.epochs or loader.is_countable):
@@ -241,11 +242,25 @@ def _with_steps(config: WeftConfig, loader: MicrobatchLoader) -> WeftConfig:
         if (read := config.train.steps * per_step) > sequences:
             print_once(f"train.steps={config.train.steps}: {read / sequences:.3g} epochs of {sequences} sequences")
         return config
-    steps = ceil(sequences / per_step)
+    done, read = from_rank_zero(lambda: _done(config, folder))
+    steps = done + ceil(max(0, sequences - read * config.data.kind.sequences) / per_step)
     print_once(f"{config.train.epochs:g} epochs of {loader.description}: {sequences} sequences, {steps} steps")
     config = replace(config, train=replace(config.train, steps=steps))
     check(config)
     return config
+
+
+def _done(config: WeftConfig, folder: Path) -> tuple[int, int]:
+    """Return the steps of the checkpoint in storage to resume from, and the rows of the global order in them."""
+    resume = config.checkpoint.resume
+    if resume == "never":
+        return 0, 0
+    for _, manifest in to_resume(folder / "checkpoints" if resume == "auto" else Path(resume)):
+        state = manifest.meta["client_state"].get("loader", {"consumed": 0})
+        read = state["consumed"]
+        skipped = sum(min(after, read) - first for first, after in state.get("left_out", ()) if first < read)
+        return manifest.step, read - skipped
+    return 0, 0
 
 
 def _with_skips(config: WeftConfig) -> WeftConfig:

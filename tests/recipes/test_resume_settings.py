@@ -1,5 +1,7 @@
 """A run that goes on with other settings uses them from its first step, and says which they are."""
 
+from itertools import pairwise
+
 import pytest
 
 from tests.engine.stages.tiny import tiny, whole
@@ -40,6 +42,17 @@ def test_resume_uses_changed_learning_rate_and_schedule(tmp_path):
     }
     assert rates["rate"] == [1e-3] * 4 + [1e-5] * 2
     assert rates["schedule"] == pytest.approx([1e-3] * 4 + [1e-3 * (1 - 0.9 * step / 8) for step in range(4, 8)])
+
+
+def test_epochs_hold_after_the_number_of_sequences_in_a_step_has_changed(tmp_path):
+    settings = [*prepare(tmp_path), "train.name=run"]
+    sizes = (1, 2), (2, 8), (3, 1)
+    attempts = [{"settings": [*settings, f"train.epochs={n}", f"pipeline.microbatches={size}"]} for n, size in sizes]
+    run_ranks(1, run_all, attempts, timeout_s=250)
+    epochs = [line["epoch"] for line in records(tmp_path / "runs" / "run", "train").values()]
+    of_a_step = [after - before for before, after in pairwise([0, *epochs])]
+    assert of_a_step[-1] == pytest.approx(of_a_step[0] / 2)
+    assert 3 <= epochs[-1] < 3 + of_a_step[-1]
 
 
 @pytest.mark.parametrize("adapters", [False, True])
