@@ -232,7 +232,8 @@ def _start_host_loader(attempt: Attempt) -> HostLoader:
 def _with_steps(config: WeftConfig, loader: MicrobatchLoader, folder: Path) -> WeftConfig:
     """Return the configuration with ``train.epochs`` converted to ``train.steps``, if epochs are set.
 
-    Steps that a checkpoint has done may have had more or fewer sequences. Otherwise print how many epochs the steps are, if they are more than one. Collective call.
+    Steps that a checkpoint has done may have had more or fewer sequences. Without epochs, print how many of them the
+    steps are, if they are more than one. Collective call.
     """
     per_step = config.train.microbatch_size * config.pipeline.microbatches * num_replicas(config, dist.get_world_size())
     if not (config.train.epochs or loader.is_countable):

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from weft.conf.host.documents import read_text
 from weft.engine.data.documents import IGNORED, document_key, text_key
 from weft.engine.data.encode import Columns
-from weft.engine.data.marks import Message
-from weft.engine.data.messages import CALLS, Conversation, conversation_fault, is_call
+from weft.engine.data.messages import Conversation, conversation_fault
 from weft.engine.data.spans import ChatTemplate, NotJinja, Span
 from weft.engine.data.tokenizer import tokenizer_sha256
 from weft.engine.data.tokens import WINDOW, Tokens, tokens_of
@@ -109,15 +108,8 @@ class ChatEncoder:
         """
         if fault := conversation_fault(talk):
             raise ValueError(fault)
-        self._templates[talk.tools is not None].require_parts_read(talk.messages, talk.tools)
-        text = self.rendered(talk)
-        calls = [n for n, message in enumerate(talk.messages) if is_call(message) and not message.get("content")]
-        if calls and text == self._without_calls(talk):
-            raise ValueError(
-                f"message {calls[0] + 1} has {' or '.join(CALLS)} and no content, and the chat template does not show "
-                "them; set data.chat_template to one that does"
-            )
-        return text
+        self._templates[talk.tools is not None].require_shown(talk.messages, talk.tools)
+        return self.rendered(talk)
 
     def rendered(self, talk: Conversation) -> str:
         """Render a conversation, without checking that its tool calls appear.
@@ -134,17 +126,6 @@ class ChatEncoder:
             ValueError: the template rejects the conversation.
         """
         return self._templates[talk.tools is not None].hidden(talk.messages, talk.tools)
-
-    def _with(self, talk: Conversation, messages: Sequence[Message]) -> str:
-        return self.rendered(talk._replace(messages=messages))
-
-    def _without_calls(self, talk: Conversation) -> str | None:
-        """Render a conversation without its tool calls. Return None if the template rejects it in this form."""
-        bare = [{key: value for key, value in message.items() if key not in CALLS} for message in talk.messages]
-        try:
-            return self._with(talk, bare)
-        except ValueError:
-            return None
 
     def _labels(self, talk: Conversation, text: str, tokens: Tokens) -> list[int]:
         """Return the labels of the tokens before the limit."""

@@ -134,14 +134,15 @@ def _form(part: Any) -> object:
     """Return what a chat template may refuse in a list of messages: its roles, and the types of the values of keys."""
     if not isinstance(part, list) or not all(isinstance(each, Mapping) and "role" in each for each in part):
         return type(part)
-    return tuple((each["role"], *sorted((key, *_types(value)) for key, value in each.items() if value)) for each in part)
+    keyed = ((each["role"], ((key, _types(value)) for key, value in each.items() if value)) for each in part)
+    return tuple((role, *sorted(types)) for role, types in keyed)
 
 
-def _types(value: Any) -> set[str]:
+def _types(value: Any) -> tuple[str, ...]:
     """Return the types of a value, and of the arguments in a list of calls."""
     calls = [each.get("function", each) for each in value if isinstance(each, Mapping)] if type(value) is list else []
     arguments = [call["arguments"] for call in calls if isinstance(call, Mapping) and "arguments" in call]
-    return {type(each).__name__ for each in (value, *arguments)}
+    return tuple(sorted({type(each).__name__ for each in (value, *arguments)}))
 
 
 @dataclass
@@ -210,6 +211,8 @@ class _Check:
         if self.is_pairs:
             if fault := pair_fault(pair := Pair.of(row)):
                 raise RowFault(where, fault)
+            for talk in pair.talks():
+                self.seen.add(talk)
             self.seen.add_form(pair, self._place(where))
             if pair.chosen == pair.rejected:
                 self.seen.add_idle("pairs teach nothing, because chosen and rejected are equal", self._place(where))
@@ -329,10 +332,10 @@ def unused_lines(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seen: See
     """
     if data.kind is DataKind.corpus:
         return []
-    chat = data.kind is DataKind.chat
-    encoder = ChatEncoder(tokenizer, (), template=data.chat_template, limit=data.sequence_length) if chat else None
     if not (seen.unread or seen.keys):
         seen = _merged([seen, *for_each_source(data, _seen_in_table)])
+    chat = data.kind is DataKind.chat or (tokenizer.is_fast and any(map(_talks, seen.forms.values())))
+    encoder = ChatEncoder(tokenizer, (), template=data.chat_template, limit=data.sequence_length) if chat else None
     hidden = [] if encoder is None else [key for key, talks in seen.keys.items() if not _is_shown(encoder, key, talks)]
     parts = []
     if seen.unread:
@@ -356,21 +359,29 @@ def _seen_in_table(data: DataConfig) -> Seen:
     seen = Seen()
     cache = Path(data.cache_dir).expanduser()
     names, fields, rows = open_rows(replace(data, streaming=True), cache)
-    read = {*fields, TOOLS} if data.kind is DataKind.chat else {*fields}
+    text, pairs = data.kind is DataKind.text, data.kind is DataKind.preference
+    read = {*fields} if text else {*fields, TOOLS}
     seen.unread.update(dict.fromkeys(name for name in names if name not in read))
-    for row in islice(rows, SAMPLES if data.kind is DataKind.chat else 0):
-        talk = Conversation.of(row, fields)
-        if not conversation_fault(talk):
-            seen.add(talk)
-            seen.add_form(talk, "")
+    for given in islice(rows, 0 if text else SAMPLES):
+        row = Pair.of(given) if pairs else Conversation.of(given, fields)
+        if not (pair_fault(row) if isinstance(row, Pair) else conversation_fault(row)):
+            for talk in _talks(("", row)):
+                seen.add(talk)
+            seen.add_form(row, "")
     return seen
+
+
+def _talks(form: tuple[str, Conversation | Pair]) -> list[Conversation]:
+    """Return the conversations of a row, with its place."""
+    _, row = form
+    return row.talks() if isinstance(row, Pair) else [row]
 
 
 def _hidden_roles(encoder: ChatEncoder, seen: Seen) -> list[str]:
     """Return the roles of messages, in conversations that the chat template accepts, whose content it leaves out."""
     hidden, rendered = set[str](), 0
-    for _, talk in seen.forms.values():
-        if not isinstance(talk, Conversation) or (rendered := rendered + len(talk.messages)) > MOST_RENDERED:
+    for talk in (talk for form in seen.forms.values() for talk in _talks(form)):
+        if (rendered := rendered + len(talk.messages)) > MOST_RENDERED:
             break
         with suppress(ValueError):  # a refusal is an error of `require_encodable`
             hidden |= {talk.messages[number]["role"] for number in encoder.hidden(talk)}

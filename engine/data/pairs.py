@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from weft.engine.data.chat import find_template
+from weft.engine.data.chat import TEMPLATES, find_template
 from weft.engine.data.documents import IGNORED, Document, document_key
 from weft.engine.data.encode import Columns, SpecialTokens
-from weft.engine.data.messages import TOOLS, WEIGHT, kind_of, message_fault, tools_fault, tools_of
+from weft.engine.data.messages import TOOLS, WEIGHT, Conversation, kind_of, message_fault, tools_fault, tools_of
 from weft.engine.data.packing import Layout, lay_out_single
 from weft.engine.data.spans import ChatTemplate, NotJinja
 from weft.engine.data.tokenizer import tokenizer_sha256
@@ -51,6 +51,10 @@ class Pair(NamedTuple):
     def texts(self) -> list[Any]:
         """Return the prompt alone, and with each answer."""
         return [self.prompt, *(self.prompt + answer for answer in (self.chosen, self.rejected))]
+
+    def talks(self) -> list[Conversation]:
+        """Return the prompt with each answer, if they are messages."""
+        return [Conversation(talk, self.tools) for talk in self.texts()[1:]] if isinstance(self.prompt, list) else []
 
 
 def pair_columns(names: Collection[str]) -> tuple[str, ...]:
@@ -99,7 +103,7 @@ class PairEncoder:
             now: the time that a template may show.
         """
         self._tokenizer, self._limit, self._given, self._now = tokenizer, limit, template, now
-        self._template: ChatTemplate | None = None
+        self._templates: dict[str, ChatTemplate] = {}
         self._around = SpecialTokens.of(tokenizer)
         own = template or json.dumps(tokenizer.chat_template)
         shown = now if "strftime_now" in own else None
@@ -142,22 +146,22 @@ class PairEncoder:
         if isinstance(pair.prompt, str):
             prompt, *wholes = self._tokenizer(pair.texts(), add_special_tokens=False, verbose=False)["input_ids"]
             return [self._around.opened(prompt), *map(self._around.closed, wholes)]
-        template = self._chat_template()
+        template = self._chat_template(TEMPLATES[pair.tools is not None])
         talks = pair.texts()
         for talk in talks[1:]:
-            template.require_parts_read(talk, pair.tools)
+            template.require_shown(talk, pair.tools)
         texts = [template.text(talks[0], pair.tools, add_generation_prompt=True)]
         texts += [template.text(talk, pair.tools) for talk in talks[1:]]
         return list(self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _chat_template(self) -> ChatTemplate:
-        if self._template is None:
+    def _chat_template(self, name: str) -> ChatTemplate:
+        if name not in self._templates:
             try:
-                found = find_template(self._tokenizer, self._given)
-                self._template = ChatTemplate(found, self._tokenizer, now=self._now)
+                found = find_template(self._tokenizer, self._given, name)
+                self._templates[name] = ChatTemplate(found, self._tokenizer, now=self._now)
             except NotJinja as error:
                 raise ValueError(f"not a Jinja template ({error}); correct data.chat_template") from error
-        return self._template
+        return self._templates[name]
 
 
 def lay_out_pairs(lengths: np.ndarray, sequence_length: int, shuffle: np.random.Generator | None) -> Layout:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from weft.engine.data.marks import Marks, Message, place_marks
-from weft.engine.data.messages import is_parts
+from weft.engine.data.messages import CALLS, is_call, is_parts
 from weft.engine.data.sandbox import install, limited
 
 Span = tuple[int, int]
@@ -89,7 +89,26 @@ class ChatTemplate:
         places = [place for number, place in enumerate(marks.places) if number not in shown]
         return [message for message, path in places if path[0] == "content" and messages[message]["content"]]
 
-    def require_parts_read(self, messages: Sequence[Message], tools: Tools) -> None:
+    def require_shown(self, messages: Sequence[Message], tools: Tools) -> None:
+        """Check that the template shows contents in parts, and calls without a content.
+
+        Raises:
+            ValueError: it does not, or rejects the messages.
+        """
+        self._require_parts_read(messages, tools)
+        calls = [n for n, message in enumerate(messages) if is_call(message) and not message.get("content")]
+        if not calls:
+            return
+        text, bare = self.text(messages, tools), None
+        with suppress(ValueError):  # a template may refuse messages without their calls
+            bare = self.text([{k: v for k, v in message.items() if k not in CALLS} for message in messages], tools)
+        if text == bare:
+            raise ValueError(
+                f"message {calls[0] + 1} has {' or '.join(CALLS)} and no content, and the chat template does not show "
+                "them; set data.chat_template to one that does"
+            )
+
+    def _require_parts_read(self, messages: Sequence[Message], tools: Tools) -> None:
         """Check that the template shows contents in parts, unless it does not show them as plain text either.
 
         Raises:

@@ -11,7 +11,7 @@ from tokenizers import processors
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from weft.conf.schema import DataConfig, DataKind
-from weft.engine.data import build_loader, check_source, unused_lines
+from weft.engine.data import build_loader, check_source, require_encodable, unused_lines
 from weft.engine.data.pairs import Pair, PairEncoder, rows_of
 from weft.engine.data.tokenizer import train_bpe
 
@@ -137,6 +137,26 @@ def test_pairs_of_equal_answers_are_named_before_the_run(form, tmp_path):
     where = "row 2" if form == "saved" else "line 2"
     named = f"{path}: 2 pairs teach nothing, because chosen and rejected are equal, first {path}: {where}"
     assert unused_lines(data, tokenizer(), check_source(data)) == [named]
+
+
+QUESTIONS_ONLY = (
+    "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content or '' }}{% endfor %}{{ tools | tojson }}"
+)
+
+
+def test_what_the_template_leaves_out_of_pairs_is_named_before_the_run(tmp_path):
+    system, calls = say("system", "be brief"), [{"type": "function", "function": {"name": "tide", "arguments": {}}}]
+    thought = {**say("assistant", "3 it is"), "reasoning_content": "hm"}
+    row = {"tools": [{"name": "tide"}], "prompt": [system, QUESTION], "chosen": ROWS["messages"]["chosen"]}
+    (path := tmp_path / "pairs.jsonl").write_text(json.dumps({**row, "rejected": [thought]}) + "\n")
+    data = DataConfig(kind=DataKind.preference, path=str(path), packing=False, chat_template=QUESTIONS_ONLY)
+    assert unused_lines(data, tokenizer(), check_source(data)) == [
+        f"{path}: keys of conversations that the chat template does not show: reasoning_content; "
+        "roles of messages whose content the chat template does not show: system"
+    ]
+    path.write_text(json.dumps({**row, "rejected": [{**say("assistant", ""), "tool_calls": calls}]}) + "\n")
+    with pytest.raises(ValueError, match=r"line 1: message 3 has tool_calls .* does not show them; set data\.chat_"):
+        require_encodable(data, tokenizer(), check_source(data))
 
 
 def test_chosen_answers_are_the_first_half_of_a_microbatch_and_reading_ahead_changes_nothing(tmp_path):
