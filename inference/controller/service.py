@@ -25,6 +25,7 @@ from weft.inference.controller.dispatch import Dispatch, PrefillRequest
 from weft.inference.controller.fleet import Fleet
 from weft.inference.controller.metrics import Metrics
 from weft.inference.controller.prompts import BYTES_PER_TOKEN, Count, prompt_tokens
+from weft.inference.controller.transport import Transport
 from weft.inference.controller.worker import Ticket
 from weft.inference.requests import (
     Refusal,
@@ -89,16 +90,17 @@ class Service:
         headers = {"Authorization": f"Bearer {server_key}"} if server_key else {}
         # Workers are local: ignore the environment's proxy settings.
         # Servers on other hosts may have certificates of this host's store, or of SSL_CERT_FILE.
-        options: dict[str, Any] = {"transport": transport, "trust_env": False}
-        options["verify"] = ssl.create_default_context()
+        verify = ssl.create_default_context()
         # A new connection costs a prompt a millisecond. Only a worker closes one that is idle: with a limit of its own,
         # httpx (0.28) may close a connection under a request that was just given it.
         kept = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None)
-        self.client = httpx.AsyncClient(headers=headers, limits=kept, **options)
+        to_workers = transport or Transport(verify=verify, limits=kept, trust_env=False)
+        self.client = httpx.AsyncClient(headers=headers, transport=to_workers, trust_env=False)
         # None is kept to other servers, which may close it at the same moment. `Dispatch` then sends a prompt to the
         # next worker, but a prompt's cache can be fetched once only.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self.outer_client = httpx.AsyncClient(limits=limits, **options)
+        to_others = transport or Transport(verify=verify, limits=limits, trust_env=False)
+        self.outer_client = httpx.AsyncClient(transport=to_others, trust_env=False)
         self.dispatch = Dispatch(fleet, settings, self._metrics, self.client, server_key=server_key)
         self._answers = None
         if decode_url:

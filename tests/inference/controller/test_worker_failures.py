@@ -7,7 +7,9 @@ from functools import partial
 
 import pytest
 
-from tests.inference.controller.fake_workers import PATH, PREFILL, FakeBoard, FakeWorkers, controller
+from tests.inference.controller.fake_workers import PATH, PREFILL, FakeBoard, FakeWorkers, controller, fleet_of
+from weft.inference.controller.clients import Clients
+from weft.inference.controller.service import Service
 
 FAULTS = ["dead", "dying", "crashing", "hung", "broken"]
 
@@ -208,3 +210,30 @@ async def test_prompts_use_the_connections_that_a_worker_keeps(closes, connectio
             assert (await client.post(PATH, json=PREFILL)).status_code == 200
     assert opened == connections
     assert prompts == ([6, 1] if closes == "asked" else [6, 0])
+
+
+@pytest.mark.parametrize("name", ["client", "outer_client"])
+async def test_a_request_that_is_cancelled_at_any_moment_leaves_no_busy_connection(name):
+    opened = set()
+
+    async def serve(reader, writer):
+        opened.add(writer)
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        opened.remove(writer)
+        writer.close()
+
+    service = Service(*fleet_of(FakeWorkers(1)), count=len, clients=Clients(""))
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server, getattr(service, name) as client:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/health"
+        for moments in range(80):
+            asked = asyncio.create_task(client.get(url))
+            for _ in range(moments):
+                await asyncio.sleep(0)
+            asked.cancel()
+            await asyncio.wait([asked])
+        await client.get(url)  # over the one that is kept
+        async with asyncio.timeout(5):
+            while len(opened) > (name == "client"):
+                await asyncio.sleep(0.01)
