@@ -82,6 +82,21 @@ def parse(body: bytes, *, max_depth: int) -> dict[str, Any]:
     return value
 
 
+def object_of(content: bytes) -> dict[str, Any]:
+    """Return the JSON object that a server has answered, or an empty one if its answer is something else."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def models_of(content: bytes) -> list[dict[str, Any]]:
+    """Return the models in a server's answer to `/v1/models`."""
+    listed = object_of(content).get("data")
+    return [model for model in listed if isinstance(model, dict)] if isinstance(listed, list) else []
+
+
 def check_prefill_only(value: Mapping[str, Any]) -> None:
     """Refuse a request that this worker would have to decode.
 

@@ -22,7 +22,17 @@ from weft.conf.schema import ControllerConfig
 from weft.inference.controller.begin import EVENT_END, Begin, may_begin
 from weft.inference.controller.dispatch import Dispatch, PrefillRequest
 from weft.inference.controller.metrics import Metrics
-from weft.inference.requests import DRAWN, GIVEN, Completion, Refusal, depends_on_server, prompt_part, rendered_part
+from weft.inference.requests import (
+    DRAWN,
+    GIVEN,
+    Completion,
+    Refusal,
+    depends_on_server,
+    models_of,
+    object_of,
+    prompt_part,
+    rendered_part,
+)
 
 RETRY_S = 5
 """Retry-After while the decode server restarts, or has a full queue."""
@@ -55,10 +65,10 @@ class AnsweringServer:
             model: its name, or None for the first model.
         """
         if not self._longest:
-            with suppress(Refusal, ValueError, KeyError, TypeError):
-                listed = (await self.get("/v1/models")).json()["data"]
-                most = listed[0]["max_model_len"]
-                self._longest = {one["id"]: most for one in listed}
+            with suppress(Refusal):
+                listed = models_of((await self.get("/v1/models")).content)
+                most = listed[0].get("max_model_len") if listed else None
+                self._longest = {str(one.get("id")): most for one in listed if isinstance(most, int)}
         return max(self._longest.values(), default=0) if model is None else self._longest.get(str(model), 0)
 
     async def answer(
@@ -276,7 +286,7 @@ class Answers:
             return self._fallback("late")
         except Refusal as refusal:
             return self._fallback("no bubble" if refusal.status == 503 else "worker")
-        prefilled = response.json() if response.is_success else {}
+        prefilled = object_of(response.content) if response.is_success else {}
         transfer = prefilled.get("kv_transfer_params")
         if not isinstance(transfer, dict):
             return self._fallback("worker")
@@ -353,10 +363,11 @@ class _Begun(StreamingResponse):
                 async for events in begin.rest(self._rest.events):
                     yield events
                 return
-            error = bytes(self._rest.body)
+            if not (error := object_of(bytes(self._rest.body))):
+                raise Refusal(502, f"the decode server answered with status {self._rest.status_code}, see its log")
         except Refusal as refusal:
-            error = json.dumps(refusal.answer).encode()
-        yield b"data: " + error + b"\n\ndata: [DONE]\n\n"
+            error = refusal.answer
+        yield b"data: " + json.dumps(error).encode() + b"\n\ndata: [DONE]\n\n"
 
 
 def _with_transfer(request: PrefillRequest, value: Mapping[str, Any], transfer: Mapping[str, Any]) -> PrefillRequest:

@@ -94,6 +94,9 @@ class Begin:
 
         Args:
             stream: parts of whole events.
+
+        Raises:
+            Refusal: they do not continue this begin.
         """
         is_begun, created = False, _created(self.events)
         theirs = created
@@ -105,10 +108,15 @@ class Begin:
             for event in part.removesuffix(EVENT_END).split(EVENT_END):
                 if not is_begun and event.startswith(EVENT + b"{"):
                     theirs = _created(event) or created
-                    event, is_begun = self._without(event)
+                    try:
+                        event, is_begun = self._without(event)
+                    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                        raise Refusal(502, f"the decode server's answer has another form, {event!r:.80}") from error
                 kept.append(event.replace(theirs, created) + EVENT_END if event else b"")
             if left := b"".join(kept):
                 yield left
+        if not is_begun:
+            raise Refusal(502, "the decode server's answer ended before its first token; send the request again")
 
     def _without(self, event: bytes) -> tuple[bytes, bool]:
         """Return an event without this begin, empty if nothing remains, and True if it contained the first token."""

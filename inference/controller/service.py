@@ -33,6 +33,8 @@ from weft.inference.requests import (
     check_inner_fields,
     check_prefill_only,
     decodes_elsewhere,
+    models_of,
+    object_of,
     parse,
 )
 
@@ -194,16 +196,16 @@ class Service:
         """Return the models of the decode server, or of the first worker that answers, and the other models."""
         self._authorize(request)
         own = await self._own_models()
-        if not self._others or not own.is_success:
+        listed = models_of(own.content)
+        if not self._others or not own.is_success or not listed:
             return _forwarded(own, {})
-        value = own.json()
         answers = await asyncio.gather(
             *(server.get("/v1/models") for server in self._others.values()), return_exceptions=True
         )
         for name, answer in zip(self._others, answers, strict=True):  # without those whose server does not answer
             if isinstance(answer, httpx.Response) and answer.is_success:
-                value["data"] += [model for model in answer.json()["data"] if model["id"] == name]
-        return JSONResponse(value)
+                listed += [model for model in models_of(answer.content) if model.get("id") == name]
+        return JSONResponse(object_of(own.content) | {"data": listed})
 
     async def _own_models(self) -> httpx.Response:
         if self._answers is not None:

@@ -61,10 +61,14 @@ class FakeWorkers(httpx.AsyncBaseTransport):
         """Requests of the decode server, `DECODE`: (request, body)."""
         self.prefilled = {}
         """Further fields of a worker's response, and of its transfer parameters under `kv_transfer_params`."""
+        self.answer = None
+        """A worker's whole response in bytes, if not None."""
         self.events = EVENTS
         """Events of the decode server."""
         self.rendered = None
         """Response of the decode server that renders a prompt; None refuses."""
+        self.models, self.listed = MODELS, {"data": [{"id": "other"}]}
+        """Models of all servers, and of the server named other."""
         self.streamed = []
         """Bytes that each endless stream has produced."""
         self.gate = asyncio.Event()
@@ -103,7 +107,7 @@ class FakeWorkers(httpx.AsyncBaseTransport):
         if request.url.path == "/v1/models":
             if fault == "slow":
                 raise httpx.ReadTimeout("no answer", request=request)
-            return httpx.Response(200, json={"data": [{"id": "other"}]} if name == "other" else MODELS)
+            return httpx.Response(200, json=self.listed if name == "other" else self.models)
         body = await request.aread()
         if name == "other":
             if fault:
@@ -130,6 +134,8 @@ class FakeWorkers(httpx.AsyncBaseTransport):
             async with self.device:
                 await asyncio.sleep(0.01)
         await asyncio.sleep(1.0 if fault in ("slow", "mute", "crossing") else 0.0)
+        if self.answer is not None:
+            return httpx.Response(200, content=self.answer)
         transfer = {"do_remote_prefill": True} | self.prefilled.get("kv_transfer_params", {})
         return httpx.Response(200, json={"worker": name} | self.prefilled | {"kv_transfer_params": transfer})
 

@@ -183,6 +183,15 @@ async def test_users_never_wait_for_training(case, reason):
         assert (workers.cancelled == ["w0"]) == (case == "slow")
 
 
+@pytest.mark.parametrize("content", [b"", b"word", b"3", b"[" * 100_000])
+async def test_a_worker_that_answers_something_else_leaves_the_prompt_to_the_decode_server(content):
+    workers = FakeWorkers(1)
+    workers.answer = content
+    async with controller(workers, decode_url=DECODE) as client:
+        answer = await client.post(PATH, json=WHOLE)
+    assert (answer.status_code, answer.headers["x-weft-fallback"]) == (200, "worker")
+
+
 @pytest.mark.parametrize("decode_url", ["", DECODE])
 @pytest.mark.parametrize("key", ["", "outer"])
 async def test_other_models_are_answered_by_their_servers_which_get_no_key_of_ours(decode_url, key):
@@ -195,6 +204,8 @@ async def test_other_models_are_answered_by_their_servers_which_get_no_key_of_ou
         assert request.headers.get("authorization") == (f"Bearer {key}" if key else None)
         listed = (await client.get("/v1/models")).json()["data"]
         assert [model["id"] for model in listed] == ["tiny", "other"]
+        for workers.listed in (3, {}, {"data": 3}, {"data": [3, {}]}):
+            assert [model["id"] for model in (await client.get("/v1/models")).json()["data"]] == ["tiny"]
         workers.fault = {"other": "dead"}
         assert (await client.post(PATH, json=WHOLE | {"model": "other"})).status_code == 503
         assert [model["id"] for model in (await client.get("/v1/models")).json()["data"]] == ["tiny"]

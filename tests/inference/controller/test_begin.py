@@ -4,6 +4,7 @@ import asyncio
 import json
 from itertools import pairwise
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -194,6 +195,40 @@ async def test_an_answer_that_has_begun_and_cannot_go_on_ends_with_an_error(faul
     # While the decode server is known to have failed, none begins.
     assert (answers[1].status_code == 503) == (fault == "dead")
     assert answers[1].headers.get("retry-after") or fault != "dead"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "content"),
+    [
+        *((200, "text/event-stream", b"data: " + chunk + b"\n\n") for chunk in (b"{", b'{"choices":[3]}', b"3")),
+        (200, "text/event-stream", b""),
+        (500, "text/plain", b"Internal Server Error"),
+        (404, "text/html", b"<html>\n\n</html>"),
+        (400, "application/json", b'{\n\n"error": {"message": "no"}}'),
+    ],
+)
+async def test_an_answer_that_has_begun_and_goes_on_as_something_else_ends_with_an_error(status, kind, content):
+    workers = FakeWorkers(1)
+    workers.prefilled = prefilled("completion", 7) | {"kv_transfer_params": {DRAWN: 7}}
+
+    async def decode(*_):
+        return httpx.Response(status, content=content, headers={"content-type": kind})
+
+    workers._decode = decode
+    async with controller(workers, decode_url=DECODE, continues=True) as client:
+        answer = await client.post(PATH, json=COMPLETION)
+    error, *ends = answer.text.split("\n\n")[-3:]
+    assert json.loads(error.removeprefix("data: "))["error"]["message"] and ends == ["data: [DONE]", ""]
+
+
+@pytest.mark.parametrize("listed", [3, [], [{}], [{"id": "tiny", "max_model_len": None}]])
+async def test_a_decode_server_that_does_not_say_how_long_answers_are_begins_them(listed):
+    workers = FakeWorkers(1)
+    workers.models = {"data": listed}
+    workers.prefilled = prefilled("completion", 7) | {"kv_transfer_params": {DRAWN: 7}}
+    async with controller(workers, decode_url=DECODE, continues=True) as client:
+        answer = await client.post(PATH, json=COMPLETION)
+    assert (answer.status_code, answer.content) == (200, EVENTS)
 
 
 async def test_an_answer_that_has_begun_waits_while_the_queue_is_full():
