@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weft.inference.requests import Refusal
+from weft.inference.requests import Refusal, depends_on_server
 
 EVENT, EVENT_END = b"data: ", b"\n\n"
 _PLAIN = {
@@ -32,6 +32,7 @@ def may_begin(value: Mapping[str, Any]) -> bool:
     return (
         given.get("stream") is True
         and given.keys() <= _PLAIN
+        and not depends_on_server(value)  # a worker gets the prompt's tokens alone, without how to sample
         and isinstance(options, dict)
         and options.keys() <= {"include_usage"}
         # Workers do not see these: the decode server alone refuses other types.

@@ -121,6 +121,7 @@ def test_a_stream_of_single_tokens_has_the_bytes_of_the_decode_servers(kind, wit
         *((given, True) for given in ({"stop": []}, {"stream_options": {"include_usage": True}}, {"user": "u"})),
         *((given, False) for given in ({"stream": False}, {"stream": "true"}, {"stop": ["x"]}, {"logprobs": 0})),
         *((given, False) for given in ({"seed": 0}, {"echo": True}, {"min_tokens": 2}, {"tools": [{}]}, {"new": 1})),
+        *(({"truncate_prompt_tokens": most}, most == 2) for most in (2, -1, "2")),
         *((given, False) for given in ({"response_format": {"type": "text"}}, {"stream_options": 3})),
         *((given, False) for given in ({"return_token_ids": 3}, {"stream_options": {"include_usage": "what"}})),
         ({"stream_options": {"include_usage": True, "continuous_usage_stats": True}}, False),
