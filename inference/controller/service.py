@@ -42,6 +42,8 @@ T = TypeVar("T")
 DEADLINE_HEADER = "X-Weft-Deadline-S"
 CLIENT_GONE = 499
 """Status in the metrics of requests whose client disconnected, as in nginx."""
+KEPT = 8
+"""About how many connections to each worker are kept between prompts."""
 _REQUEST_ID = b"x-request-id"
 _PROBES = ("/health", "/ready")
 """Routes that answer however many requests are in progress."""
@@ -93,16 +95,13 @@ class Service:
         # Workers are local: ignore the environment's proxy settings.
         # Servers on other hosts may have certificates of this host's store, or of SSL_CERT_FILE.
         verify = ssl.create_default_context()
-        # A new connection costs a prompt a millisecond. Only a worker closes one that is idle: with a limit of its own,
-        # httpx (0.28) may close a connection under a request that was just given it.
-        kept = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None)
-        to_workers = transport or Transport(verify=verify, limits=kept, trust_env=False)
-        self.client = httpx.AsyncClient(headers=headers, transport=to_workers, trust_env=False)
+        plain = transport or Transport(verify)
+        # A new connection costs a prompt a millisecond.
+        kept = {worker.url: transport or Transport(verify, kept=KEPT) for worker in fleet.workers}
+        self.client = httpx.AsyncClient(headers=headers, mounts=kept, transport=plain, trust_env=False)
         # None is kept to other servers, which may close it at the same moment. `Dispatch` then sends a prompt to the
         # next worker, but a prompt's cache can be fetched once only.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        to_others = transport or Transport(verify=verify, limits=limits, trust_env=False)
-        self.outer_client = httpx.AsyncClient(transport=to_others, trust_env=False)
+        self.outer_client = httpx.AsyncClient(transport=plain, trust_env=False)
         self.dispatch = Dispatch(fleet, settings, self._metrics, self.client, server_key=server_key)
         self._answers = None
         if decode_url:

@@ -224,16 +224,45 @@ async def test_a_request_that_is_cancelled_at_any_moment_leaves_no_busy_connecti
         opened.remove(writer)
         writer.close()
 
-    service = Service(*fleet_of(FakeWorkers(1)), count=len, clients=Clients(""))
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server, getattr(service, name) as client:
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/health"
-        for moments in range(80):
-            asked = asyncio.create_task(client.get(url))
-            for _ in range(moments):
-                await asyncio.sleep(0)
-            asked.cancel()
-            await asyncio.wait([asked])
-        await client.get(url)  # over the one that is kept
-        async with asyncio.timeout(5):
-            while len(opened) > (name == "client"):
+    workers = FakeWorkers(0)
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        workers.names.append(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        service, url = Service(*fleet_of(workers), count=len, clients=Clients("")), f"http://{workers.names[0]}/health"
+        async with getattr(service, name) as client:
+            for moments in range(80):
+                asked = asyncio.create_task(client.get(url))
+                for _ in range(moments):
+                    await asyncio.sleep(0)
+                asked.cancel()
+                await asyncio.wait([asked])
+            await client.get(url)  # over the one that is kept
+            async with asyncio.timeout(5):
+                while len(opened) > (name == "client"):
+                    await asyncio.sleep(0.01)
+
+
+async def test_many_prompts_at_once_leave_few_connections():
+    opened, release = set(), asyncio.Event()
+
+    async def serve(reader, writer):
+        opened.add(writer)
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                await release.wait()
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        opened.remove(writer)
+        writer.close()
+
+    workers = FakeWorkers(0)
+    async with await asyncio.start_server(serve, "127.0.0.1", 0, backlog=100) as server:
+        workers.names.append(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        service = Service(*fleet_of(workers), count=len, clients=Clients(""))
+        async with service.client as client, asyncio.timeout(20):
+            asked = [asyncio.create_task(client.get(f"http://{workers.names[0]}/health")) for _ in range(100)]
+            while len(opened) < 100:
                 await asyncio.sleep(0.01)
+            release.set()
+            await asyncio.gather(*asked)
+            while len(opened) > 20:
+                await asyncio.sleep(0.01)
+            assert opened, "some are kept"
