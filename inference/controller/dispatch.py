@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import inf
+from typing import Never
 
 import httpx
 
@@ -189,34 +190,40 @@ class Dispatch:
 
     async def _send(self, worker: Worker, request: PrefillRequest, ticket: Ticket) -> httpx.Response:
         """Return the worker's response. Wait for it as long as the worker is healthy and has bubbles ahead."""
-        settings = self._settings
-        timeout = httpx.Timeout(None, connect=settings.silence_s)
+        timeout = httpx.Timeout(None, connect=self._settings.silence_s)
         post = self._client.post(
             f"{worker.url}{request.path}", content=request.body, headers=request.headers, timeout=timeout
         )
-        answer = asyncio.create_task(post)
-        check_s = ticket.expected_s + settings.answer_slack_s
+        answer, watching = asyncio.create_task(post), asyncio.create_task(self._watch(worker, ticket))
         try:
-            while True:
-                left_s = check_s - time.monotonic()
-                await asyncio.wait((answer,), timeout=max(0.0, min(left_s, settings.probe_s)))
-                if answer.done():
-                    worker.heard_s = time.monotonic()
-                    return answer.result()
-                if worker.is_remote and not worker.up:
-                    raise httpx.ConnectError("its site is cut off")  # the prompt is not the cause
-                if not worker.bubbles:
-                    waited_s = time.monotonic() - ticket.placed_s
-                    raise Refusal(
-                        503,
-                        f"training has published no bubbles for a while, or has ended; waited {waited_s:.0f} s",
-                        retry_after_s=1,
-                    )
-                if left_s <= 0.0:
-                    await self._check_progress(worker, ticket)
-                    check_s = time.monotonic() + settings.answer_slack_s
+            await asyncio.wait((answer, watching), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                watching.result()
+            worker.heard_s = time.monotonic()
+            return answer.result()
         finally:
             answer.cancel()
+            watching.cancel()
+
+    async def _watch(self, worker: Worker, ticket: Ticket) -> Never:
+        """Raise an exception when a prompt need not be awaited any longer."""
+        settings = self._settings
+        check_s = ticket.expected_s + settings.answer_slack_s
+        while True:
+            left_s = check_s - time.monotonic()
+            await asyncio.sleep(max(0.0, min(left_s, settings.probe_s)))
+            if worker.is_remote and not worker.up:
+                raise httpx.ConnectError("its site is cut off")  # the prompt is not the cause
+            if not worker.bubbles:
+                waited_s = time.monotonic() - ticket.placed_s
+                raise Refusal(
+                    503,
+                    f"training has published no bubbles for a while, or has ended; waited {waited_s:.0f} s",
+                    retry_after_s=1,
+                )
+            if left_s <= 0.0:
+                await self._check_progress(worker, ticket)
+                check_s = time.monotonic() + settings.answer_slack_s
 
     async def _check_progress(self, worker: Worker, ticket: Ticket) -> None:
         if time.monotonic() - worker.heard_s > self._settings.answer_slack_s:  # otherwise it was probed recently
