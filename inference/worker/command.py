@@ -48,6 +48,9 @@ WAN_MBPS = "weft_wan_mbps"
 SPANNING = "vllm_remote_stage.stage_worker"
 """Creates the stages of a worker of which some are on other hosts."""
 
+UNLOGGED = "--disable-uvicorn-access-log"
+"""Health checks come every second, and the logs are in the host's shared memory."""
+
 STAGE_TIMEOUT_S = 86400
 """Longest wait for a step, in seconds: a step in a pipeline waits as long as training keeps a rank busy."""
 
@@ -233,7 +236,7 @@ def command(config: WeftConfig, worker: Worker, *, python: str, num_gpus: int, t
     if prefill.connector is not KvConnector.none:
         options["--kv-transfer-config"] = json.dumps(kv_transfer(prefill, on_cpu=not num_gpus))
     # Compiling and capturing graphs would take device time from training for minutes at each restart.
-    flags = ["--no-async-scheduling", "--enforce-eager"]
+    flags = ["--no-async-scheduling", "--enforce-eager", UNLOGGED]
     listed = [text for name, value in options.items() for text in (name, str(value))]
     return [python, "-m", "vllm.entrypoints.openai.api_server", *listed, *flags, *prefill.arguments]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from weft.conf.schema import DecodeConfig, WeftConfig
-from weft.inference.worker.command import IN_PROCESS, kv_transfer, model_options, server_environment
+from weft.inference.worker.command import IN_PROCESS, UNLOGGED, kv_transfer, model_options, server_environment
 
 _PLAIN_OPTIONS = {
     *("--dtype", "--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--gpu-memory-utilization"),
@@ -53,7 +53,7 @@ def decode_command(config: WeftConfig, *, python: str) -> list[str]:
     listed = [text for name, value in options.items() for text in (name, str(value))]
     # vLLM's engine ends at a seed of a prompt in chunks on a CPU (0.32.0).
     flags = ["--enforce-eager", "--no-enable-chunked-prefill"] if on_cpu else []
-    flags.append("--enable-scale-out")  # the route that renders prompts
+    flags += ["--enable-scale-out", UNLOGGED]  # the first for the route that renders prompts
     if continues_answers(config):
         flags += ["--logits-processors", "weft.inference.worker.vllm_given_token:GivenToken"]
     return [python, "-m", "vllm.entrypoints.openai.api_server", *listed, *flags, *decode.arguments]
