@@ -77,13 +77,29 @@ class Network:
             routes: number of routes.
         """
         best = self._uplinks[here]
-        if any(site != here and site not in best for site in known) or routes > len(best) + 1:
+        if any(site != here and site not in best for site in known):
+            return inf
+        if not self._may_be(frozenset((here, *known)), routes):
             return inf
         settled = [best[site] for site in known if site != here]
         missing = routes - 1 - len(settled)
         others = [uplink for site, uplink in best.items() if site not in known][:missing]
         latencies = [latency_s for latency_s, _ in settled] + [min((one for one, _ in best.values()), default=0.0)]
         return 2 * max(latencies) + sent * sum(byte_s for _, byte_s in settled + others)
+
+    def _may_be(self, sites: frozenset[int], count: int) -> bool:
+        """Return True if ``count`` sites with links between any two of them include these, which have such links."""
+        if len(sites) >= count:
+            return True
+        if (sites, count) not in self._known_meshes:
+            others = frozenset.intersection(*(frozenset(self._uplinks[site]) for site in sites))
+            enough = len(others) >= count - len(sites)
+            self._known_meshes[sites, count] = enough and any(self._may_be(sites | {one}, count) for one in others)
+        return self._known_meshes[sites, count]
+
+    @cached_property
+    def _known_meshes(self) -> dict[tuple[frozenset[int], int], bool]:
+        return {}
 
     @cached_property
     def _with_gpus(self) -> list[int]:

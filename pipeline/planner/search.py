@@ -23,6 +23,8 @@ SHARE_OF_FEW = 3
 """The additional effort for pipelines of few sites: one part in so many, for each number of sites."""
 SHARE_OF_SEVERAL = 3
 """The additional effort for replicas at different sites: one part in so many."""
+REPEATED = ("num_stages", "tensor", "context", "expert", "microbatch_size")
+"""Fields of a layout that stay if its pipelines are repeated at other sites."""
 RANKED = 6
 """Minimum number of ranked layouts, if there are as many different ones."""
 SHARE_OF_PRICES = 4
@@ -106,6 +108,9 @@ def plan(cluster: Cluster, work: ModelWork, request: Request, known: Iterable[La
     spare: list[tuple[float, Candidate]] = []
     scheduled, left_out = len(found), inf
     for part, pass_request, routes in _passes(space, narrow, request):
+        if routes.start > 1:
+            repeated = _repeated(space, request, found)
+            found, scheduled = found + repeated, scheduled + len(repeated)
         best = min(map(request.score, found), default=inf)
         is_last = part is space
         more, left, others = Search(part, pass_request, routes, best, is_last=is_last).run()
@@ -151,6 +156,22 @@ def _scheduled(space: Space, layouts: Iterable[Layout]) -> list[Prediction]:
             alike = (one for one in candidates if replace(one.layout, connections=layout.connections) == layout)
             found += [one for one in map(space.evaluation.schedule, alike) if one is not None]
     return found
+
+
+def _repeated(space: Space, request: Request, found: list[Prediction]) -> list[Prediction]:
+    """Return the best layouts whose pipelines stay in one site each, and have sites of their own.
+
+    Their stages and degrees are those of the best layout so far, or free. Of all layouts with several routes these are
+    few, and would be tried late, since many have lower bounds.
+    """
+    best = {name: getattr(request.ranked(found)[0].layout, name) for name in REPEATED} if found else {}
+    more: list[Prediction] = []
+    for alike in [best, {}] if best else [{}]:
+        one = replace(request, pins={**alike, **request.pins}, max_sites=1, effort=request.effort // SHARE_OF_SEVERAL)
+        part = Space(space.cluster, space.work, one, is_narrow=True)
+        score = min(map(request.score, found + more), default=inf)
+        more += request.ranked(Search(part, one, range(2, MOST_ROUTES + 1), score, is_last=False).run().predictions)[:1]
+    return more
 
 
 def _with_more(space: Space, ranked: list[Prediction], spare: list[tuple[float, Candidate]]) -> list[Prediction]:

@@ -94,6 +94,9 @@ class Space:
             found += [(part, at) for at in np.nonzero(is_wanted)[0].tolist()]
         ordered = np.concatenate(bounds) if bounds else np.zeros(0)
         for number in np.argsort(ordered, kind="stable").tolist():
+            if ordered[number] == np.inf:  # and so are all that follow
+                self.evaluation.refused.links()
+                break
             part, at = found[number]
             counts = np.arange(part.low[at], part.high[at] + 1)
             if self.is_narrow and len(counts) > 1:

@@ -136,6 +136,35 @@ def test_a_wider_link_gives_no_worse_plan(capsys):
     assert "tokens/s +" in answer and "virginia" in answer
 
 
+@pytest.fixture
+def five_sites(capsys):
+    """Runs the command on the example of five sites; returns its exit code, what it printed, and its errors."""
+
+    def run(model, *options):
+        fixed = ["--cluster", str(EXAMPLES / "five_sites.yaml"), "--model", str(EXAMPLES / f"models/{model}.json")]
+        return cli.main(["plan", *fixed, *options]), *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize(("model", "gap"), [("llama-8b", 0.1), ("mixtral-8x7b", 0.1), ("qwen3-32b", 0.6)])
+def test_adapters_are_planned_for_replicas_at_several_sites(five_sites, model, gap):
+    code, text, error = five_sites(model, "--lora-rank", "8", "--format", "json")
+    assert code == 0, error
+    assert json.loads(text)["gap"] < gap
+
+
+def test_replicas_on_routes_of_their_own_are_found_for_a_model_that_needs_many_gpus(five_sites):
+    code, text, error = five_sites("llama-70b", "--pin", "cluster.routes=2", "--format", "json")
+    assert code == 0, error
+    assert len(json.loads(text)["plans"][0]["routes"]) == 2
+
+
+def test_more_routes_than_sites_that_are_all_linked_are_refused_at_once(five_sites):
+    code, _, error = five_sites("llama-70b", "--pin", "cluster.routes=4")
+    assert code == 2 and "links: sites with enough GPUs are not neighbours" in error
+
+
 def test_a_pipeline_over_sites_is_found_where_routes_end_in_dead_ends(folder, capsys):
     text = (EXAMPLES / "five_sites.yaml").read_text()
     assert text.count("latency_ms: 40, bandwidth_mbps: 5000") == 1
