@@ -75,7 +75,8 @@ def _traced(model: str, text: str | None, sequence_length: int, lora: LoraConfig
     fields = config_of(model)
     from transformers import AutoConfig  # takes seconds to load
 
-    from weft.engine.models.skeleton import causal_config
+    from weft.engine.models.lora import require_adapters
+    from weft.engine.models.skeleton import causal_config, model_class
     from weft.engine.models.tracing import trace_model
 
     path = Path(model)
@@ -91,4 +92,7 @@ def _traced(model: str, text: str | None, sequence_length: int, lora: LoraConfig
         raise ValueError(
             f"--model {model}: {' '.join(str(error).split())}; give a config.json, a folder with one, or a hub name"
         ) from error
-    return trace_model(causal_config(config), sequence_length, name=name, lora=lora)
+    config = causal_config(config)
+    if lora is not None:
+        require_adapters(lora, model_class(config), config)
+    return trace_model(config, sequence_length, name=name, lora=lora)

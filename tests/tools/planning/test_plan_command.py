@@ -328,6 +328,7 @@ def test_a_site_without_a_link_is_named(weft_plan):
         (["--max-memory", "2"], ("--max-memory 2",)),
         (["--max-cost-per-hour", "0.1"], ("--max-cost-per-hour", "the cheapest", "raise it")),
         (["--pin", "pipeline.stage=3"], ("did you mean pipeline.stages",)),
+        (["--lora-rank", "8", "--lora-target", "foo"], ("LlamaForCausalLM has no module foo", "q_proj")),
         (["--pin", "pipeline.stages=x"], ("pipeline.stages='x'",)),
         (["--batch-tokens", "1000"], ("--batch-tokens 1000", "--sequence-length 128")),
         (["--batch-tokens", "-128"], ("--batch-tokens=-128", "at least 0")),
