@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from math import inf
 from pathlib import Path
 
 from weft.pipeline.costs import LinkCost
@@ -106,7 +107,7 @@ def _link(text: str) -> LinkCost:
     """Parse LATENCY_US,GBIT_PER_S."""
     try:
         latency, bandwidth = (float(part) for part in text.split(","))
-        if latency < 0 or bandwidth <= 0:
+        if not 0 <= latency < inf or not 0 < bandwidth < inf:
             raise ValueError
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: give LATENCY_US,GBIT_PER_S, as in {INSIDE}") from None

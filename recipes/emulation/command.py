@@ -11,7 +11,7 @@ from statistics import median
 
 from weft.comm.emulated.operation_log import EmulationError, Mismatch
 from weft.conf import load
-from weft.conf.host.files import write_atomic
+from weft.conf.host.files import require_writable, write_atomic
 from weft.conf.hosts import run_folder, world_size
 from weft.pipeline.cell import cell_step_s
 from weft.pipeline.text import bytes_text
@@ -38,6 +38,9 @@ def main(argv: Sequence[str]) -> int:
         if getattr(args, option) < least:
             said = "at least one rank is real" if option == "most" else f"give at least {least}"
             raise EmulationError(f"--{option.replace('_', '-')} {getattr(args, option)}: {said}")
+    for option, file in {"--record": args.record, "--json": args.json}.items():
+        if file is not None:
+            require_writable(option, file)
     delay_model(args.delays)
     real = _ranks(args.real)
     what_if = WhatIf.parse(args.what_if)

@@ -20,9 +20,18 @@ from weft.recipes.emulation.command import main
         (["--real", "4"], "--real 4: there is no such rank; the job has ranks 0 to 3"),
         (["--most", "0"], "--most 0: at least one rank is real"),
         (["--steps", "0"], "--steps 0: give at least 1"),
+        (["--json", "/"], "--json /: cannot be written; name a file"),
+        (["--record", "/no/such/folder/times"], "--record /no/such/folder/times: cannot be written; name a file"),
     ],
 )
 def test_bad_input_is_refused_before_any_process_starts(argv, message, monkeypatch):
     monkeypatch.setattr("weft.recipes.emulation.turns.RealRank", lambda *_: pytest.fail("a process was started"))
     with pytest.raises(ValueError, match=message):
         main(["recipe=quickstart", *argv])
+
+
+@pytest.mark.parametrize("link", ["nan,100", "inf,100", "20,nan", "20,inf", "20,0"])
+def test_a_link_without_finite_values_is_refused(link, capsys):
+    with pytest.raises(SystemExit):
+        main(["recipe=quickstart", f"--inside={link}"])
+    assert f"'{link}': give LATENCY_US,GBIT_PER_S" in capsys.readouterr().err
