@@ -202,6 +202,8 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"--loads={load:g}: give shares of the room above 0 and at most {MOST_LOAD:g}")
     if not 0.0 <= args.hop < inf:
         raise ValueError(f"--hop={args.hop:g}: give a number of milliseconds, 0 or more")
+    if not 0.0 <= args.weights < inf:
+        raise ValueError(f"--weights={args.weights:g}: give a number of gigabytes, 0 or more")
     cost = args.prefill_cost
     if not all(0.0 <= part < inf for part in (cost.step_s, cost.token_s, cost.context_s)) or not cost.token_s:
         raise ValueError("--prefill-cost: give times of 0 or more, and above 0 for a token")

@@ -186,6 +186,7 @@ def test_simulate_cuts_the_model_over_neighbouring_gpus(simulated, capsys):
         (["--gpus=0"], "--gpus=0: give a whole number above 0"),
         (["--cells=-2"], "--cells=-2: give a whole number above 0"),
         (["--deadline=nan"], "--deadline=nan: give a number of seconds"),
+        (["--weights=nan"], "--weights=nan: give a number of gigabytes"),
         (["--deadline=0"], "--deadline=0: give a number of seconds"),
         (["--guard=-5"], "--guard=-5: give a number of milliseconds"),
         (["--guard=1e9"], "no bubble is long enough"),
