@@ -22,10 +22,12 @@ from rich.console import Console
 
 from weft.comm.rendezvous import open_store
 from weft.conf.host.diagnosis import CheckResult, Outcome, failures
+from weft.pipeline import limits
 from weft.tools.diagnostics.exchange import all_reduce, with_neighbour
 from weft.tools.diagnostics.node import table
 
 _COUNT = 3  # pairs of a kind that it takes to call one of them slow
+_MOST = 1024  # ranks that one host starts
 _JOIN_S = 120.0  # imports take a while on a busy host
 
 
@@ -42,9 +44,12 @@ def run(args: argparse.Namespace) -> int:
     """Run as a rank of the ring, or start all ranks; return 1 if any pair failed.
 
     Raises:
-        ValueError: RANK is not set, or there are fewer than two ranks.
+        ValueError: RANK is not set, there are fewer than two ranks, or an option has no usable value.
     """
+    limits.number(args.share, "--share")
+    limits.number(args.timeout, "--timeout", above=0.0)
     if args.ranks:
+        limits.count(args.ranks, "--ranks", least=2, most=_MOST)
         return _start(args)
     if "RANK" not in os.environ:
         raise ValueError("RANK is not set; start it as a job's ranks, or with --ranks on this host")

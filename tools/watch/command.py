@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from weft.conf.hosts import is_loopback
+from weft.pipeline.limits import count
 from weft.tools.watch.record import RunRecord
 
 TOKEN = "WEFT_WATCH_TOKEN"
@@ -76,6 +77,7 @@ def _send(record: RunRecord, address: str, step: int | None) -> int:
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    count(port, "--port", least=0, most=65535)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

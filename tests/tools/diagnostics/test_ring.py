@@ -7,6 +7,7 @@ import pytest
 from tests.interpreter import python
 from tests.tools.diagnostics.ring_ranks import ring_rank
 from weft.conf.host.diagnosis import Outcome
+from weft.tools import cli
 from weft.tools.diagnostics.ring import _Seen, judge_pairs, rounds
 from weft.tools.ranks import run_ranks
 
@@ -88,3 +89,10 @@ def test_a_rank_that_hangs():
     code, failed, _ = ring("--share", "0", "--timeout", "6", "--inject", "hung=1")
     assert code == 1
     assert "did not answer" in failed["pair 1-2"]["text"] and "rank 1" in failed["pair 1-2"]["text"]
+
+
+@pytest.mark.parametrize("option", ["--ranks=1", "--ranks=-3", "--ranks=100000", "--timeout=nan", "--share=-1"])
+def test_options_that_no_ring_has_are_one_line(option, capsys):
+    assert cli.main(["doctor", "ring", "--ranks=2", option]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert option in error

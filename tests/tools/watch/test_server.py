@@ -193,6 +193,12 @@ def test_a_port_in_use_and_missing_packages_are_named(record, monkeypatch, capsy
     assert main(["watch", str(record.folder / "nothing")]) == 2
 
 
+@pytest.mark.parametrize("port", ["-3", "99999"])
+def test_a_port_that_no_host_has_is_one_line(record, capsys, port):
+    assert main(["watch", str(record.folder), f"--port={port}"]) == 2
+    assert f"--port={port}: expected a whole number" in capsys.readouterr().err
+
+
 def test_time_is_shown_next_to_another_step_and_another_run(record, tmp_path):
     def of(url, other=None):
         app = make_app(record, host="127.0.0.1", other=other)
