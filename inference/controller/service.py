@@ -25,7 +25,7 @@ from weft.inference.controller.dispatch import Dispatch, PrefillRequest
 from weft.inference.controller.fleet import Fleet
 from weft.inference.controller.metrics import Metrics
 from weft.inference.controller.prompts import BYTES_PER_TOKEN, Count, prompt_tokens
-from weft.inference.controller.transport import Transport
+from weft.inference.controller.server_connections import Transport
 from weft.inference.controller.worker import Ticket
 from weft.inference.requests import (
     Refusal,
