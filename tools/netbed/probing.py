@@ -18,11 +18,13 @@ from weft.comm.native import cache_folder
 from weft.comm.wan.endpoint import WanEndpoint
 from weft.comm.wan.library import load
 from weft.comm.wan.probe import ProfileCache, probe_both
+from weft.pipeline import limits
 from weft.tools.netbed.bed import NetBed
 from weft.tools.netbed.job import Job
 from weft.tools.netbed.topology import Topology
 from weft.tools.netbed.topology import load as load_topology
 
+MOST_PORT = 65535
 _KEY = WanKey(b"the key of a bed that no other process can reach")
 
 
@@ -65,7 +67,13 @@ def _answer(send: Callable, receive: Callable, bind: str, settings: dict, effort
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `weft doctor net`."""
+    """Run `weft doctor net`.
+
+    Raises:
+        ValueError: an option has no usable value.
+    """
+    limits.count(args.port, "--port", least=0, most=MOST_PORT)
+    limits.number(args.seconds, "--seconds", above=0.0)
     load()  # compile before anything is timed
     profiles = _probe_bed(args) if args.netbed else _probe_hosts(args)
     Console().print(profile_table(profiles))
@@ -81,20 +89,22 @@ def run(args: argparse.Namespace) -> int:
 def _probe_hosts(args: argparse.Namespace) -> Mapping[str, LinkProfile]:
     """Probe the link between this host and one other, by their real addresses."""
     settings = {"connections": args.most, "congestion": args.congestion, "port": args.port}
-    first = bool(args.peer)
+    first, peer = bool(args.peer), _peer_address(args.peer) if args.peer else None
     rank = 0 if first else 1
     with WanEndpoint(rank=rank, bind=args.bind, key=WanKey.from_environment(), **settings) as endpoint:
         if not first:
             host, port = endpoint.address
             print(f"waiting for: weft doctor net --bind ADDRESS --peer {host}:{port}", flush=True)
-        endpoint.link(1 - rank, address=_peer_address(args.peer) if first else None)
+        else:
+            print(f"trying to reach {args.peer}", flush=True)
+        endpoint.link(1 - rank, address=peer)
         there, back = probe_both(endpoint, 1 - rank, first=first, most=args.most, seconds=args.seconds)
     return {"to the peer": there, "from the peer": back}
 
 
 def _peer_address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal() or not 0 < int(port) <= MOST_PORT:
         raise ValueError(f"--peer={text}: expected ADDRESS:PORT, as the other site's doctor prints it")
     return host.strip("[]"), int(port)
 

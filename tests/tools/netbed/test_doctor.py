@@ -46,8 +46,14 @@ def test_a_bed_that_was_probed_is_read_from_the_cache(tmp_path, monkeypatch, cap
     assert bed_cache(load(other)) != bed_cache(load(path))
 
 
-@pytest.mark.parametrize("peer", ["10.0.0.1", "10.0.0.1:", ":80", "10.0.0.1:x"])
+@pytest.mark.parametrize("peer", ["10.0.0.1", "10.0.0.1:", ":80", "10.0.0.1:x", "10.0.0.1:0", "10.0.0.1:65536"])
 def test_a_peer_without_address_and_port_is_refused(peer, monkeypatch):
     monkeypatch.setenv("WEFT_KEY", "a key that is long enough")
     with pytest.raises(ValueError, match="expected ADDRESS:PORT"):
         main(["net", "--bind", "127.0.0.1", "--peer", peer])
+
+
+@pytest.mark.parametrize(("option", "value"), [("--port", "65536"), ("--port", "-1"), ("--seconds", "nan")])
+def test_a_number_that_cannot_be_used_is_refused_before_anything_listens(option, value):
+    with pytest.raises(ValueError, match=f"{option}={value}: expected"):
+        main(["net", "--bind", "127.0.0.1", option, value])
