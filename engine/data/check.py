@@ -348,6 +348,11 @@ def unused_lines(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seen: See
         parts.append(f"roles of messages whose content the chat template does not show: {', '.join(roles)}")
     if encoder is not None and any(_is_quoted(encoder, talk) for talk in seen.keys.get("tool_calls", ())):
         parts.append("arguments of tool_calls that are text, which the chat template quotes again: write objects")
+    if encoder is not None and any(_is_open(encoder, talk, tokenizer.eos_token) for talk in _rendered(seen)):
+        parts.append(
+            "answers that the chat template does not close with a token, so that the model does not learn to stop: set "
+            "data.chat_template to one that does"
+        )
     for (why, where), count in seen.idle.items():
         parts.append(f"{count} {why}, first {where.removeprefix('data.path=')}")
     paths = ", ".join(each.path for each in sources_of(data))
@@ -379,13 +384,31 @@ def _talks(form: tuple[str, Conversation | Pair]) -> list[Conversation]:
 
 def _hidden_roles(encoder: ChatEncoder, seen: Seen) -> list[str]:
     """Return the roles of messages, in conversations that the chat template accepts, whose content it leaves out."""
-    hidden, rendered = set[str](), 0
-    for talk in (talk for form in seen.forms.values() for talk in _talks(form)):
-        if (rendered := rendered + len(talk.messages)) > MOST_RENDERED:
-            break
+    hidden = set[str]()
+    for talk in _rendered(seen):
         with suppress(ValueError):  # a refusal is an error of `require_encodable`
             hidden |= {talk.messages[number]["role"] for number in encoder.hidden(talk)}
     return sorted(hidden)
+
+
+def _rendered(seen: Seen) -> Iterator[Conversation]:
+    """Yield a conversation of each form, as long as they have few messages together."""
+    rendered = 0
+    for talk in (talk for form in seen.forms.values() for talk in _talks(form)):
+        if (rendered := rendered + len(talk.messages)) > MOST_RENDERED:
+            return
+        yield talk
+
+
+def _is_open(encoder: ChatEncoder, talk: Conversation, end: str | None) -> bool:
+    """True if the text of a conversation ends with its last answer, and that not with ``end``."""
+    content = talk.messages[-1].get("content")
+    answer = content.rstrip() if talk.messages[-1]["role"] == "assistant" and isinstance(content, str) else ""
+    if not answer or (end and answer.endswith(end)):
+        return False
+    with suppress(ValueError):  # a refusal is an error of `require_encodable`
+        return encoder.rendered(talk).rstrip().endswith(answer)
+    return False
 
 
 def _is_quoted(encoder: ChatEncoder, talk: Conversation) -> bool:

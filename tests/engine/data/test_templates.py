@@ -190,3 +190,18 @@ def test_messages_that_the_template_leaves_out_are_named(tokenizer, name, tmp_pa
     lines = unused_lines(data, tokenizer, check_source(data))
     text = f"roles of messages whose content the chat template does not show: {', '.join(HIDDEN[name])}"
     assert any(line.endswith(text) for line in lines) == bool(HIDDEN[name]), lines
+
+
+OPEN = "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}{% endfor %}"
+"""A role's token ends the turn before it, and nothing the last turn, as in GLM-4's template."""
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, "open"])
+@pytest.mark.parametrize("end", ["", "<|eos|>"])
+def test_answers_that_no_token_closes_are_named(tokenizer, name, end, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": [*TALK[1:2], {"role": "assistant", "content": f"it is 2.{end}\n"}]}))
+    template = TEMPLATES.get(name, OPEN)
+    data = DataConfig(kind=DataKind.chat, path=str(path), chat_template=template, sequence_length=400)
+    lines = unused_lines(data, tokenizer, check_source(data))
+    assert any("does not learn to stop" in line for line in lines) == (name == "open" and not end), lines
