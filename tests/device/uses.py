@@ -12,7 +12,8 @@ import torch
 
 from tests.device import cuda
 
-SLEEP_MS = 30
+SLEEP_MS, TIED_MS = 30, 3
+"""Work of the device, and how far its clock may be from the host's."""
 
 
 def on_one_rank(folder: str) -> dict[str, Any]:
