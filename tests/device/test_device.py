@@ -130,10 +130,7 @@ def test_measurements_boards_and_checkpoints_work_on_a_device(tmp_path):
     (found,) = run_on_devices(1, uses.on_one_rank, str(tmp_path), runs="one rank")
     assert not found["races"] and not found["errors"]
     launched_ms, begin_ms, busy_ms = found["bubbles"]
-    # A preempted process reads the two clocks apart when it relates them, by up to a time slice.
-    begun_ms = uses.SLEEP_MS - uses.TIED_MS
-    assert launched_ms < begin_ms >= begun_ms, "marks have the device's times; the host runs ahead"
-    assert busy_ms >= uses.SLEEP_MS
+    assert launched_ms < begin_ms >= uses.SLEEP_MS <= busy_ms, "marks have the device's times; the host runs ahead"
     assert not found["timer"], "a timed slot does not make the host wait"
     assert found["failed device"] == ["close"], "readers find no writer"
     assert found["diagnostics"]["gemm"] == "TFLOP/s" and found["diagnostics"]["tiles"] == 16
