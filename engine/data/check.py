@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +12,8 @@ import pyarrow.parquet as pq
 from datasets import Features, Json, LargeList, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from weft.conf.host.terminal import printable
 from weft.conf.schema import DataConfig, DataKind
-from weft.conf.sources import for_each_source, sources_of
-from weft.engine.data.chat import ChatEncoder
+from weft.conf.sources import for_each_source
 from weft.engine.data.documents import Part
 from weft.engine.data.messages import (
     FORMS,
@@ -98,7 +93,7 @@ def check_source(data: DataConfig) -> Seen:
         if getattr(data, name) < least:
             raise ValueError(f"data.{name}={getattr(data, name)}: give at least {least}")
     if data.sources:
-        return _merged(for_each_source(data, check_source))
+        return merged(for_each_source(data, check_source))
     if not 0 <= data.eval_fraction < 1:
         raise ValueError(f"data.eval_fraction={data.eval_fraction}: give a share from 0 to below 1")
     if data.kind is DataKind.corpus:
@@ -118,16 +113,17 @@ def check_source(data: DataConfig) -> Seen:
     return check.seen
 
 
-def _merged(parts: list[Seen]) -> Seen:
-    merged = Seen()
+def merged(parts: list[Seen]) -> Seen:
+    """Return the parts of all sources' rows."""
+    whole = Seen()
     for part in parts:
-        merged.unread |= part.unread
-        merged.files += part.files
+        whole.unread |= part.unread
+        whole.files += part.files
         for key, talks in part.keys.items():
-            merged.keys.setdefault(key, []).extend(talks)
-        merged.forms |= part.forms
-        merged.idle |= part.idle
-    return merged
+            whole.keys.setdefault(key, []).extend(talks)
+        whole.forms |= part.forms
+        whole.idle |= part.idle
+    return whole
 
 
 def _form(part: Any) -> object:
@@ -319,116 +315,3 @@ def require_parts(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, evalu
         raise ValueError(f"data.eval_split={data.eval_split}: {what}")
     if missing:
         raise no_documents(data.path, encoder, missing[0], len(keys))
-
-
-def unused_lines(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seen: Seen) -> list[str]:
-    """Return lines of text that name unused columns and keys of a run's rows. Empty if all are used.
-
-    Args:
-        seen: results of `check_source` for local files. For other data sets, the columns and first rows are read here.
-
-    Raises:
-        ValueError: the data cannot be read.
-    """
-    if data.kind is DataKind.corpus:
-        return []
-    if not (seen.unread or seen.keys):
-        seen = _merged([seen, *for_each_source(data, _seen_in_table)])
-    chat = data.kind is DataKind.chat or (tokenizer.is_fast and any(map(_talks, seen.forms.values())))
-    encoder = ChatEncoder(tokenizer, (), template=data.chat_template, limit=data.sequence_length) if chat else None
-    hidden = [] if encoder is None else [key for key, talks in seen.keys.items() if not _is_shown(encoder, key, talks)]
-    parts = []
-    if seen.unread:
-        parts.append(f"columns that nothing reads: {', '.join(seen.unread)}")
-    if seen.files:
-        parts.append(f"files of no split that is read: {', '.join(seen.files)}")
-    if hidden:
-        parts.append(f"keys of conversations that the chat template does not show: {', '.join(sorted(hidden))}")
-    if encoder is not None and (roles := _hidden_roles(encoder, seen)):
-        parts.append(f"roles of messages whose content the chat template does not show: {', '.join(roles)}")
-    if encoder is not None and any(_is_quoted(encoder, talk) for talk in seen.keys.get("tool_calls", ())):
-        parts.append("arguments of tool_calls that are text, which the chat template quotes again: write objects")
-    if encoder is not None and any(_is_open(encoder, talk, tokenizer.eos_token) for talk in _rendered(seen)):
-        parts.append(
-            "answers that the chat template does not close with a token, so that the model does not learn to stop: set "
-            "data.chat_template to one that does"
-        )
-    for (why, where), count in seen.idle.items():
-        parts.append(f"{count} {why}, first {where.removeprefix('data.path=')}")
-    paths = ", ".join(each.path for each in sources_of(data))
-    return [printable(f"{paths}: {'; '.join(parts)}")] if parts else []
-
-
-def _seen_in_table(data: DataConfig) -> Seen:
-    """Return the unread columns and the first conversations of a hub's or a saved data set."""
-    seen = Seen()
-    cache = Path(data.cache_dir).expanduser()
-    names, fields, rows = open_rows(replace(data, streaming=True), cache)
-    text, pairs = data.kind is DataKind.text, data.kind is DataKind.preference
-    read = {*fields} if text else {*fields, TOOLS}
-    seen.unread.update(dict.fromkeys(name for name in names if name not in read))
-    for given in islice(rows, 0 if text else SAMPLES):
-        row = Pair.of(given) if pairs else Conversation.of(given, fields)
-        if not (pair_fault(row) if isinstance(row, Pair) else conversation_fault(row)):
-            for talk in _talks(("", row)):
-                seen.add(talk)
-            seen.add_form(row, "")
-    return seen
-
-
-def _talks(form: tuple[str, Conversation | Pair]) -> list[Conversation]:
-    """Return the conversations of a row, with its place."""
-    _, row = form
-    return row.talks() if isinstance(row, Pair) else [row]
-
-
-def _hidden_roles(encoder: ChatEncoder, seen: Seen) -> list[str]:
-    """Return the roles of messages, in conversations that the chat template accepts, whose content it leaves out."""
-    hidden = set[str]()
-    for talk in _rendered(seen):
-        with suppress(ValueError):  # a refusal is an error of `require_encodable`
-            hidden |= {talk.messages[number]["role"] for number in encoder.hidden(talk)}
-    return sorted(hidden)
-
-
-def _rendered(seen: Seen) -> Iterator[Conversation]:
-    """Yield a conversation of each form, as long as they have few messages together."""
-    rendered = 0
-    for talk in (talk for form in seen.forms.values() for talk in _talks(form)):
-        if (rendered := rendered + len(talk.messages)) > MOST_RENDERED:
-            return
-        yield talk
-
-
-def _is_open(encoder: ChatEncoder, talk: Conversation, end: str | None) -> bool:
-    """True if the text of a conversation ends with its last answer, and that not with ``end``."""
-    content = talk.messages[-1].get("content")
-    answer = content.rstrip() if talk.messages[-1]["role"] == "assistant" and isinstance(content, str) else ""
-    if not answer or (end and answer.endswith(end)):
-        return False
-    with suppress(ValueError):  # a refusal is an error of `require_encodable`
-        return encoder.rendered(talk).rstrip().endswith(answer)
-    return False
-
-
-def _is_quoted(encoder: ChatEncoder, talk: Conversation) -> bool:
-    """True if the chat template writes arguments of calls, given as JSON text, as a text of JSON."""
-    calls = [call for message in talk.messages for call in message.get("tool_calls") or ()]
-    inner = [call.get("function", call) for call in calls if isinstance(call, Mapping)]
-    texts = [each.get("arguments") for each in inner if isinstance(each, Mapping)]
-    quoted = [json.dumps(text, ensure_ascii=False) for text in texts if isinstance(text, str) and '"' in text]
-    with suppress(ValueError):  # a refusal is an error of the first row
-        return any(text in encoder.rendered(talk) for text in quoted)
-    return False
-
-
-def _is_shown(encoder: ChatEncoder, key: str, talks: Collection[Conversation]) -> bool:
-    """True if the text of one of the conversations changes when the key is removed."""
-    for talk in talks:
-        bare = [{name: value for name, value in message.items() if name != key} for message in talk.messages]
-        try:
-            if encoder.rendered(talk) != encoder.rendered(Conversation(bare, None if key == TOOLS else talk.tools)):
-                return True
-        except ValueError:  # it is refused without the key
-            return True
-    return False

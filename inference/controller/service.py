@@ -99,8 +99,8 @@ class Service:
         # A new connection costs a prompt a millisecond.
         kept = {worker.url: transport or Transport(verify, kept=KEPT) for worker in fleet.workers}
         self.client = httpx.AsyncClient(headers=headers, mounts=kept, transport=plain, trust_env=False)
-        # None is kept to other servers, which may close it at the same moment. `Dispatch` then sends a prompt to the
-        # next worker, but a prompt's cache can be fetched once only.
+        # None is kept to other servers: if a server closes one as a request arrives, the request is lost. `Dispatch`
+        # sends a prompt to another worker, but a decode server may have fetched the prompt's cache already.
         self.outer_client = httpx.AsyncClient(transport=plain, trust_env=False)
         self.dispatch = Dispatch(fleet, settings, self._metrics, self.client, server_key=server_key)
         self._answers = None
