@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import Any
 
 from weft.conf.host.private import without_credentials
@@ -26,3 +27,9 @@ def print_error(command: str, error: Exception) -> None:
     """Print the lines of an error to standard error, each after the name of the command."""
     for line in printable(without_credentials(str(error))).splitlines():
         print(f"{command}: {line}", file=sys.stderr)
+
+
+def print_notice(text: str) -> None:
+    """Print a line to standard error if it can be written. A closed terminal or a log on a full disk stops no run."""
+    with suppress(OSError):
+        print(f"weft: {printable(without_credentials(text))}", file=sys.stderr, flush=True)

@@ -23,10 +23,10 @@ from typing import Any
 from weft.comm.authenticated_socket import RUN
 from weft.conf import load
 from weft.conf.features import entry
-from weft.conf.host.private import credentials_in, without_credentials, write_private
+from weft.conf.host.private import credentials_in, write_private
 from weft.conf.host.run_lock import RunLock
 from weft.conf.host.storage import STORAGE_TIMEOUT_S, Storage, StorageHangs, TimedRead
-from weft.conf.host.terminal import print_error, printable
+from weft.conf.host.terminal import print_error, print_notice
 from weft.conf.hosts import is_loopback, read_hostfile
 from weft.conf.schema import ClusterManager, WeftConfig
 from weft.conf.trees import to_yaml
@@ -265,8 +265,7 @@ class Driver:
 
     def say(self, text: str) -> None:
         """Print a line for the user."""
-        with suppress(OSError):  # the terminal is closed
-            print(f"weft: {printable(without_credentials(text))}", file=sys.stderr, flush=True)
+        print_notice(text)
 
     def rows(self) -> JobRows | None:
         """Return the schedule rows from the plan that the ranks have written, or None if it cannot be read.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -18,6 +17,7 @@ from weft.conf.host.documents import parse_json, read_text
 from weft.conf.host.private import CREDENTIALS, make_run_folder, write_private
 from weft.conf.host.run_lock import RunLock
 from weft.conf.host.storage import STORAGE_TIMEOUT_S
+from weft.conf.host.terminal import print_notice
 from weft.conf.schema import WeftConfig
 from weft.conf.trees import to_yaml
 from weft.engine.supervision.agent.forkserver import PRELOAD, TARGET
@@ -169,7 +169,7 @@ class Journal:
 
     def _complain(self, problem: str) -> None:
         if not self._is_late:
-            print(f"weft: {self.path}: {problem}; its next lines wait", file=sys.stderr, flush=True)
+            print_notice(f"{self.path}: {problem}; its next lines wait")
         self._is_late = True
 
     def close(self) -> None:
@@ -214,7 +214,7 @@ def _set_aside(path: Path, events: list[dict[str, Any]], problem: str) -> None:
     aside = path.with_suffix(".damaged")
     os.replace(path, aside)
     write_private(path, "".join(json.dumps(event) + "\n" for event in events))
-    print(f"weft: {path}: {problem}; the driver goes on from the others, and it lies in {aside}", file=sys.stderr)
+    print_notice(f"{path}: {problem}; the driver goes on from the others, and it lies in {aside}")
 
 
 def _whole_bytes(path: Path) -> int:

@@ -5,6 +5,7 @@ import os
 import stat
 import threading
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 
@@ -79,6 +80,19 @@ def test_lines_wait_while_the_disk_is_full(path, monkeypatch, capsys):
     full[0] = False
     journal.flush()
     assert [event["event"] for event in read_journal(path)] == ["launch", "fault", "x"]
+
+
+def test_lines_wait_while_the_disk_of_the_log_is_full_too(path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    journal = Journal(path)
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwrite", fail)
+        full.setattr("sys.stderr", SimpleNamespace(write=fail, flush=fail))
+        journal.record("fault")
+    journal.flush()
+    assert [event["event"] for event in read_journal(path)] == ["fault"]
 
 
 def test_a_driver_goes_on_from_the_sound_lines_of_a_damaged_journal(path, capsys):
