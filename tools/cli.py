@@ -10,11 +10,12 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from errno import EDQUOT, ENOSPC
 from importlib import import_module
 from pathlib import Path
 
 from weft.conf.features import FEATURES, require
-from weft.conf.host.processes import Terminated, unwind_on_termination
+from weft.conf.host.processes import Terminated, open_standard_streams, unwind_on_termination
 from weft.conf.host.terminal import print_error
 
 COMMANDS = {
@@ -39,6 +40,7 @@ BAD_INPUT = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``weft COMMAND ...`` and return the exit code (2 for bad input)."""
     if argv is None:
+        open_standard_streams()
         atexit.register(gc.freeze)  # with torch imported, a last search for garbage takes more than a second
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help"):
@@ -70,10 +72,12 @@ def _run(command: str, rest: Sequence[str]) -> int:
 def report_bad_input(name: str, command: Callable[[], int]) -> int:
     """Run a command and return its exit code.
 
-    A ValueError is printed after the command's name, and the code is 2. Signals end the command in one line, too.
+    A ValueError is printed after the command's name, and the code is 2. Signals and a full disk end the command in one
+    line, too. An output that cannot be written hides no failure of the command.
     """
+    status = 0
     try:
-        _require_home()
+        _require_folders()
         status = command()
         print(end="", flush=True)  # the reader may have closed it before the last of the output
         return status
@@ -89,15 +93,31 @@ def report_bad_input(name: str, command: Callable[[], int]) -> int:
             print(f"{name}: ended by {signal.Signals(end.code - 128).name}", file=sys.stderr, flush=True)
         return end.code
     except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        _discard_output()
+        return status
+    except OSError as error:
+        if error.errno not in (ENOSPC, EDQUOT):
+            raise
+        with suppress(OSError):  # the error may go to the same disk
+            print_error(name, error)
+        _discard_output()
+        return status or 1
 
 
-def _require_home() -> None:
+def _discard_output() -> None:
+    """Send what is still to be printed to the null device, so that the interpreter does not fail with it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _require_folders() -> None:
     try:
         Path.home()
     except RuntimeError as error:  # a container's user without a name
         raise ValueError(f"HOME is not set, and user {os.getuid()} has no home folder; set HOME") from error
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise ValueError("the current folder has been removed; change to another one") from error
 
 
 if __name__ == "__main__":

@@ -262,6 +262,19 @@ class LongLived:
             gc.unfreeze()
 
 
+def open_standard_streams() -> None:
+    """Open the null device for each of standard input, output and error that is closed.
+
+    Otherwise the next file that this process or a child opens gets its number, and what is printed.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
 TERMINATION = (signal.SIGTERM, signal.SIGHUP)
 
 

@@ -2,6 +2,7 @@
 
 import configparser
 import json
+import os
 import re
 import subprocess
 import sys
@@ -153,6 +154,42 @@ def test_a_closed_pipe_is_no_error():
     command = f"{sys.executable} -m weft.tools.cli config | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("#") and not done.stderr
+
+
+CODE = """
+import sys
+from weft.tools import cli
+cli._run = lambda command, rest: print(command) or int(rest[0])
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize(("status", "to_full"), [(0, 1), (3, 3)])
+def test_an_output_that_cannot_be_written_hides_no_failure(status, to_full, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # output is written after the command
+    command = [sys.executable, "-c", CODE, "config", str(status)]
+    reader, pipe = os.pipe()
+    os.close(reader)
+    with open(pipe, "w") as closed, open("/dev/full", "w") as full:
+        to = {
+            output: subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True)
+            for output in (closed, full)
+        }
+    assert (to[closed].returncode, to[closed].stderr) == (status, "")
+    assert (to[full].returncode, to[full].stderr) == (to_full, "weft config: [Errno 28] No space left on device\n")
+
+
+def test_standard_streams_that_are_closed_are_the_null_device():
+    code = CODE.replace("print(command)", "(open('/dev/zero').fileno() <= 2) or print(command)")
+    command = f'{sys.executable} -c "$0" config 0 <&- >&- 2>&-'
+    assert subprocess.run(["bash", "-c", command, code], check=False).returncode == 0
+
+
+def test_a_removed_current_folder_is_refused(tmp_path):
+    command = f"cd {tmp_path} && rmdir {tmp_path} && {sys.executable} -m weft.tools.cli config"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "weft config: the current folder has been removed; change to another one\n"
 
 
 def test_the_package_list_is_true():
