@@ -108,7 +108,7 @@ class SimulatedStep:
         elif op in RECEIVES or op is Op.RESHARD:
             end_s = self._rank_free_s[rank] = posted_s
         elif op in _SIDE:
-            end_s = self._occupy(rank, REDUCE_LANE, slot, posted_s, self._seconds(slot))
+            end_s = self._occupy(rank, REDUCE_LANE, slot, posted_s, self.seconds(slot))
         else:
             end_s = self._compute(rank, slot, posted_s)
         for action in slot:
@@ -121,7 +121,7 @@ class SimulatedStep:
         return self._occupy(rank, lane, (action,), posted_s, seconds)
 
     def _compute(self, rank: int, slot: Slot, start_s: float) -> float:
-        end_s = self._rank_free_s[rank] = start_s + self._seconds(slot)
+        end_s = self._rank_free_s[rank] = start_s + self.seconds(slot)
         if slot[0].op is not Op.STEP or end_s > start_s:
             self._rank_spans[rank].append(Span(rank, COMPUTE_LANE, slot, start_s, end_s))
         for action in slot:
@@ -129,7 +129,8 @@ class SimulatedStep:
                 self._copied_s[offload] = self._copy(rank, OFFLOAD_LANE, offload, end_s)
         return end_s
 
-    def _seconds(self, slot: Slot) -> float:
+    def seconds(self, slot: Slot) -> float:
+        """Return the seconds for which a slot occupies its rank, or the lane of a collective."""
         stages = self._costs.stages
         if self._sample is not None and slot[0].op in COMPUTE:
             halves_s = sum(sampled_s(self._costs, action, self._sample) for action in slot)
@@ -151,7 +152,7 @@ class SimulatedStep:
         """Post a transfer and return its arrival time."""
         op, stage, _ = slot[0]
         placement = self._schedule.placement
-        self._rank_free_s[rank] = self._occupy(rank, SEND_LANE, slot, posted_s, self._seconds(slot))
+        self._rank_free_s[rank] = self._occupy(rank, SEND_LANE, slot, posted_s, self.seconds(slot))
         other = stage + 1 if op is Op.SEND_F else stage - 1
         peer = placement.stage_ranks[other]
         link = self._link(rank, peer)

@@ -13,12 +13,13 @@ from weft.comm.emulated.operation_log import EmulationError, Mismatch
 from weft.conf import load
 from weft.conf.host.files import require_writable, write_atomic
 from weft.conf.hosts import run_folder, world_size
-from weft.pipeline.cell import cell_step_s
 from weft.pipeline.text import bytes_text
 from weft.recipes.emulation.delays import delay_model
 from weft.recipes.emulation.job import EmulatedJob, recipe_job
 from weft.recipes.emulation.session import Setting
+from weft.recipes.emulation.step import JobPace
 from weft.recipes.emulation.turns import AGREED, Emulation, RealRank, emulate
+from weft.recipes.emulation.twin import simulated_s
 from weft.recipes.emulation.what_if import WhatIf
 from weft.tools import parsers
 
@@ -143,7 +144,7 @@ def report(found: Emulation, setting: Setting) -> str:
         "",
         f"step {1e3 * found.step_s:.1f} ms; round by round {rounds} ms: {found.change:.1%} in the last",
         *([] if found.agreed else [_disagreement(found)]),
-        _beside_simulation(found, setting),
+        _beside_simulation(found, setting.what_if),
         "losses and gradient norms of this emulation mean nothing: emulated ranks send zeros",
     ]
     return "\n".join(lines)
@@ -159,12 +160,14 @@ def _disagreement(found: Emulation) -> str:
     )
 
 
-def _beside_simulation(found: Emulation, setting: Setting) -> str:
+def _beside_simulation(found: Emulation, what_if: WhatIf) -> str:
     """Return a line with the simulator's step for the measured costs, and its difference from the emulated step."""
-    costs = setting.what_if.costs(found.costs)
-    simulated_s = cell_step_s(found.plan.schedule(), costs)
-    between_s = found.step_s - simulated_s
+    plan = found.plan
+    line = plan.layout.position(found.turns[0].rank).line
+    costs = what_if.costs(found.costs).for_cell(plan.members[line].pipelines)
+    predicted_s = simulated_s(plan.schedule(line), costs, JobPace(plan, line, None, what_if, 0))
+    between_s = found.step_s - predicted_s
     return (
-        f"simulated with the costs that were measured: {1e3 * simulated_s:.1f} ms; the {1e3 * between_s:+.1f} ms "
+        f"simulated with the costs that were measured: {1e3 * predicted_s:.1f} ms; the {1e3 * between_s:+.1f} ms "
         "between are what a schedule has no slots for: reading data, agreeing on norm and loss"
     )

@@ -22,10 +22,14 @@ _FROM_ROOT = ("broadcast", "scatter", "recv")
 
 
 class JobPace:
-    """Durations of emulated ranks' actions and messages, from the delay model and the what-if conditions."""
+    """Durations of ranks' computations and messages, from the delay model and the what-if conditions."""
 
-    def __init__(self, plan: RunPlan, line: int, delays: CheckedDelays, what_if: WhatIf, seed: int) -> None:
-        """Create the pace of the ranks of pipeline replica ``line``, which the twin simulates."""
+    def __init__(self, plan: RunPlan, line: int, delays: CheckedDelays | None, what_if: WhatIf, seed: int) -> None:
+        """Create the pace of the ranks of pipeline replica ``line``.
+
+        Args:
+            delays: the delay model of emulated ranks; None keeps the durations of the cost model.
+        """
         self._plan, self._delays, self._what_if = plan, delays, what_if
         self._first_line = line - plan.members[line].local_rank
         self._stages = plan.placement.num_ranks
@@ -35,14 +39,18 @@ class JobPace:
         """Return the seconds of an action of a rank, numbered as in the DP-cell."""
         pipeline, stage = divmod(rank, self._stages)
         number = self._plan.layout.lines_of(stage)[self._first_line + pipeline]
-        return self._delays.compute_s(stage, action, seconds) / self._what_if.factor(number, stage)
+        if self._delays is not None:
+            seconds = self._delays.compute_s(stage, action, seconds)
+        return seconds / self._what_if.factor(number, stage)
 
     def late_s(self, send: Action, sender: int, receiver: int, num_bytes: float) -> float:
         """Return the additional seconds of a message between ranks, numbered as in the DP-cell."""
         sites, here, there = self._plan.placement.rank_sites, sender % self._stages, receiver % self._stages
         crosses = sites[here] != sites[there]
-        late_s = self._delays.late_s(Message(str(send), here, there, crosses, num_bytes))
-        return late_s + (self._what_if.late_s(self._random) if crosses else 0.0)
+        late_s = self._what_if.late_s(self._random) if crosses else 0.0
+        if self._delays is not None:
+            late_s += self._delays.late_s(Message(str(send), here, there, crosses, num_bytes))
+        return late_s
 
 
 class TwinStep:
@@ -95,12 +103,16 @@ class TwinStep:
     def slot_ends(self, slot: Slot) -> None:
         """Record the end of a slot, and scale a computation to the rank's speed in the what-if conditions."""
         op, clock = slot[0].op, self._world.clock
-        now = clock.now()
-        self._ran = slot
-        if op is Op.STEP:
-            self.step_s.append(thread_time() - self._begun_cpu_s)
-            self._note(now)
-        self._stretched_s = (now - self._begun_s) * (1.0 / self._speed - 1.0) if op in COMPUTE else 0.0
+        now, took_s = clock.now(), 0.0
+        if op is Op.STEP:  # it waits for other ranks, which takes no processor time
+            took_s = thread_time() - self._begun_cpu_s
+            self.step_s.append(took_s)
+            self.spans[-1].append(Span(self._stage, COMPUTE_LANE, slot, now - took_s, now))
+        else:
+            self._ran = slot
+            if op in COMPUTE:
+                took_s = now - self._begun_s
+        self._stretched_s = took_s * (1.0 / self._speed - 1.0)
         clock.leave_out(-self._stretched_s)
 
     def _note(self, end_s: float) -> None:
@@ -115,7 +127,7 @@ class TwinStep:
         if (op := slot[0].op) in RECEIVES:
             self._received_s += took_s - (self._world.clock.waited_s - self._waited_s)
             return
-        lane = COMPUTE_LANE if op in COMPUTE or op is Op.STEP else SEND_LANE
+        lane = COMPUTE_LANE if op in COMPUTE else SEND_LANE
         if op in COMPUTE:
             took_s += self._received_s
             self._received_s = 0.0
@@ -166,7 +178,7 @@ class TwinStep:
         others = self._others(ranks)
         after = operation in (*_FROM_ROOT, "barrier")
         for rank in others:
-            self.twin.hold(rank, at_s + (0.0 if after else self._step_s(rank)))
+            self.twin.hold(rank, at_s + (0.0 if after else self.twin.step_s(rank)))
         if others and after:
             self._ended_s = self._world.clock.now()
 
@@ -176,10 +188,6 @@ class TwinStep:
             found = (self._plan.layout.position(rank) for rank in ranks if rank != self._world.rank)
             self._members[ranks] = tuple(self._first_rank + at.stage for at in found if at.line == self._line)
         return self._members[ranks]
-
-    def _step_s(self, rank: int) -> float:
-        stages = self.twin.costs.stages
-        return sum(stages[stage].step_s for stage in self.twin.schedule.placement.rank_stages[rank])
 
     def _send_of(self, tag: str) -> Action:
         receive = Action.parse(tag)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from weft.pipeline.action import RELAYS, SENDS, Action, Op, Slot, slot_text
+from weft.pipeline.action import COMPUTE, SENDS, Action, Op, Slot, slot_text
 from weft.pipeline.costs import CostModel
 from weft.pipeline.dependencies import establishes
-from weft.pipeline.order import visits_of
+from weft.pipeline.order import execution_order, visits_of
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.simulation import SimulatedStep
 from weft.pipeline.timeline import Span
@@ -21,7 +21,10 @@ class Pace(Protocol):
     """Durations of the emulated ranks."""
 
     def compute_s(self, rank: int, action: str, seconds: float) -> float:
-        """Return the seconds of an action that costs ``seconds`` in the cost model."""
+        """Return the seconds of a computation that costs ``seconds`` in the cost model.
+
+        ``action`` counts stages within its pipeline.
+        """
         ...
 
     def late_s(self, send: Action, sender: int, receiver: int, num_bytes: float) -> float:
@@ -104,6 +107,10 @@ class OnlineTwin:
         """Delay the end of a rank that waits for others until ``until_s``."""
         self._running.hold(rank, until_s)
 
+    def step_s(self, rank: int) -> float:
+        """Return the seconds of a rank's optimiser step."""
+        return next(self._running.seconds(v.slot) for v in self._visits[rank] if v.slot[0].op is Op.STEP)
+
     def spans(self) -> list[Span]:
         """Return the simulated ranks' spans of the step, on the caller's clock."""
         return [span for span in self._running.spans() if span.rank != self.real]
@@ -144,6 +151,14 @@ class OnlineTwin:
         return f"{send} of rank {rank} never comes: its {slot_text(visit.slot)} waits for {', '.join(needs)}"
 
 
+def simulated_s(schedule: Schedule, costs: CostModel, pace: Pace) -> float:
+    """Return the seconds of a step in which all ranks are simulated, with the durations of ``pace``."""
+    step = _Peers(schedule, costs, pace, [0.0] * schedule.num_ranks)
+    for visit in execution_order(schedule):
+        step.step(visit)
+    return max(span.end_s for span in step.spans())
+
+
 def _sends(action: Action) -> bool:
     return action.op in SENDS
 
@@ -170,11 +185,13 @@ class _Peers(SimulatedStep):
     def hold(self, rank: int, until_s: float) -> None:
         self._rank_free_s[rank] = max(self._rank_free_s[rank], until_s)
 
-    def _seconds(self, slot: Slot) -> float:
-        seconds = super()._seconds(slot)
-        if self._pace is None or slot[0].op in SENDS | RELAYS:
+    def seconds(self, slot: Slot) -> float:
+        seconds = super().seconds(slot)
+        if self._pace is None or slot[0].op not in COMPUTE | {Op.STEP}:
             return seconds
-        return self._pace.compute_s(self._rank_of(slot[0]), slot_text(slot), seconds)
+        stages = self._schedule.placement.single.num_stages
+        own = tuple(action._replace(stage=action.stage % stages) for action in slot)
+        return self._pace.compute_s(self._rank_of(slot[0]), slot_text(own), seconds)
 
     def _send(self, rank: int, slot: Slot, posted_s: float) -> float:
         end_s = super()._send(rank, slot, posted_s)

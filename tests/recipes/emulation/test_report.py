@@ -6,8 +6,13 @@ import pytest
 
 from weft.comm.emulated.clock import EmulatedClock
 from weft.comm.emulated.operation_log import EmulationError
-from weft.recipes.emulation.command import _disagreement
+from weft.pipeline.costs import CostModel
+from weft.pipeline.generators import generate
+from weft.pipeline.lowering import lower
+from weft.pipeline.placement import Placement
+from weft.recipes.emulation.command import _beside_simulation, _disagreement
 from weft.recipes.emulation.turns import AGREED, Emulation, _agree, emulate
+from weft.recipes.emulation.what_if import WhatIf
 
 
 def found(*rounds):
@@ -37,6 +42,28 @@ def test_what_a_slow_rank_takes_longer_is_no_time_of_the_twin():
 
 def test_rounds_that_differ_are_reported_with_a_remedy():
     assert "real ranks of the last: 1980.0 to 2640.0 ms" in _disagreement(found(2.0, 2.0, 2.2))
+
+
+@pytest.mark.parametrize(("what_if", "step_s"), [(WhatIf(), 15.0), (WhatIf(slow={1: 0.5}), 27.0)])
+def test_the_simulated_step_has_the_conditions_of_the_emulated_one(what_if, step_s):
+    placement = Placement.straight(2)
+    layout = SimpleNamespace(position=lambda rank: SimpleNamespace(line=0), lines_of=lambda stage: (stage,))
+    plan = SimpleNamespace(
+        layout=layout,
+        placement=placement,
+        members=[SimpleNamespace(local_rank=0, pipelines=1)],
+        schedule=lambda line: lower(generate("1f1b", placement, 4)),
+    )
+    one = Emulation(
+        plan=plan,
+        classes=[],
+        real=[],
+        turns=[SimpleNamespace(rank=0, step_s=(30.0,))],
+        rounds=[],
+        costs=CostModel.unit(2),
+        set_up_s=[],
+    )
+    assert f"measured: {1e3 * step_s:.1f} ms; the {1e3 * (30.0 - step_s):+.1f} ms" in _beside_simulation(one, what_if)
 
 
 def test_an_emulation_on_another_device_is_refused_before_a_process_starts(monkeypatch):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from weft.pipeline.action import SENDS, Op
+from weft.pipeline.action import SENDS, Action, Op
 from weft.pipeline.costs import CostModel
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower
@@ -32,8 +32,8 @@ class Clock:
         self.now_s -= seconds
 
 
-@pytest.mark.parametrize("speed", [1.0, 0.8])
-def test_a_slot_lasts_until_the_next_and_a_receive_counts_for_what_it_brings(speed):
+def step_of(clock, speed):
+    """The middle one of three ranks, its schedule and its costs."""
     placement = Placement.straight(3)
     schedule = lower(generate("gpipe", placement, 4))
     plan = SimpleNamespace(
@@ -46,9 +46,16 @@ def test_a_slot_lasts_until_the_next_and_a_receive_counts_for_what_it_brings(spe
     )
     delays = SimpleNamespace(compute_s=lambda stage, action, seconds: seconds, late_s=lambda message: 0.0)
     what_if = SimpleNamespace(factor=lambda rank, stage: speed, late_s=lambda random: 0.0)
-    clock, costs = Clock(), CostModel.unit(3)
+    costs = CostModel.unit(3)
     step = TwinStep(SimpleNamespace(rank=1, clock=clock), plan, costs, delays, what_if, 0)
     step.step_begins(4)
+    return step, schedule, costs
+
+
+@pytest.mark.parametrize("speed", [1.0, 0.8])
+def test_a_slot_lasts_until_the_next_and_a_receive_counts_for_what_it_brings(speed):
+    clock = Clock()
+    step, schedule, costs = step_of(clock, speed)
     for slot in schedule.rows[1]:
         step.slot_begins(slot)
         if (op := slot[0].op) in (Op.RECV_F, Op.RECV_B):
@@ -62,3 +69,21 @@ def test_a_slot_lasts_until_the_next_and_a_receive_counts_for_what_it_brings(spe
     assert fitted.forward_s == pytest.approx(COMPUTE_S + RECEIVE_S + 2 * LOOP_S)
     assert fitted.input_s + fitted.weight_s == pytest.approx(COMPUTE_S + RECEIVE_S + 2 * LOOP_S)
     assert fitted.send_s == pytest.approx(SEND_S + LOOP_S)
+
+
+@pytest.mark.parametrize("speed", [1.0, 0.5])
+def test_an_optimiser_step_takes_its_processor_time_at_the_speed_of_the_rank(monkeypatch, speed):
+    clock, cpu = Clock(), SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr("weft.recipes.emulation.step.thread_time", lambda: cpu.now_s)
+    step, _, _ = step_of(clock, speed)
+    backward, own = (Action(Op.B, 1, 3),), (Action(Op.STEP, 1, 0),)
+    for slot, waited_s in ((backward, 0.0), (own, WAIT_S)):
+        step.slot_begins(slot)
+        cpu.now_s += COMPUTE_S
+        clock.now_s += COMPUTE_S + waited_s
+        step.slot_ends(slot)
+    assert [(span.slot, span.end_s - span.start_s) for span in step.spans[-1]] == [
+        (backward, COMPUTE_S),
+        (own, COMPUTE_S),
+    ]
+    assert clock.now_s == 2 * COMPUTE_S / speed + WAIT_S

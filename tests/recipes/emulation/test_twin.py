@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from tests.pipeline.random_schedules import random_placement, random_schedule
 from weft.pipeline.action import SENDS, Action, Op
+from weft.pipeline.cell import side_by_side
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.lowering import lower
 from weft.pipeline.order import execution_order
 from weft.pipeline.placement import Placement
-from weft.pipeline.simulation import SimulatedStep
-from weft.recipes.emulation.twin import OnlineTwin
+from weft.pipeline.simulation import SimulatedStep, simulate
+from weft.recipes.emulation.twin import OnlineTwin, simulated_s
 
 START_S = 100.0
 
@@ -119,6 +120,47 @@ def test_a_pace_changes_what_the_others_take():
     twin = OnlineTwin(straight(2, 1), CostModel.unit(2), 1, Late())
     twin.begin(0.0)
     assert twin.arrival_s(Action(Op.SEND_F, 0, 0)) == 3.0
+
+
+class Recorded:
+    """All computations take twice as long, and the calls are recorded."""
+
+    def __init__(self):
+        self.asked = set()
+
+    def compute_s(self, rank, action, seconds):
+        self.asked.add((rank, action))
+        return 2 * seconds
+
+    def late_s(self, send, sender, receiver, num_bytes):
+        return 0.0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 5))
+def test_a_pace_is_simulated_as_other_costs_of_computations_are(seed, num_ranks, num_microbatches):
+    rng = random.Random(seed)
+    placement = random_placement(rng, num_ranks)
+    schedule, costs = lower(random_schedule(rng, placement, num_microbatches)), some_costs(rng, placement.num_stages)
+    computations = ("forward_s", "input_s", "weight_s", "step_s")
+    slower = [replace(each, **{name: 2 * getattr(each, name) for name in computations}) for each in costs.stages]
+    expected = simulate(schedule, replace(costs, stages=tuple(slower))).step_s
+    assert simulated_s(schedule, costs, Recorded()) == pytest.approx(expected)
+
+
+def test_computations_of_each_pipeline_of_a_cell_have_the_names_of_a_single_pipeline():
+    pace = Recorded()
+    simulated_s(side_by_side(straight(2, 1), 2), CostModel.unit(4), pace)
+    own = {(0, "0F0"), (0, "0B0"), (0, "0STEP"), (1, "1F0"), (1, "1B0"), (1, "1STEP")}
+    assert pace.asked == own | {(rank + 2, action) for rank, action in own}
+
+
+def test_a_paced_optimiser_step_is_known():
+    twin = OnlineTwin(
+        straight(2, 1), CostModel(stages=(replace(CostModel.unit(1).stages[0], step_s=0.5),) * 2), 1, Late()
+    )
+    twin.begin(0.0)
+    assert twin.step_s(0) == 1.0
 
 
 def test_costs_may_change_between_steps():
