@@ -30,6 +30,8 @@ BOUNDED = 16
 """Actions whose scheduling takes as long as the bound of a route."""
 EXPANDED = 5
 """Actions whose scheduling takes as long as the bound of a layout, a rank."""
+WITHOUT_PLAN = 6_000_000
+"""The effort after which a pass ends that has no plan."""
 EVERY = 10_000
 """Effort after which a layout is scheduled, so that there is a score to prune with early."""
 OF_MANY, WITHOUT_ROUTE, ON_THE_WAY = 1.04, 1.02, 1.01
@@ -153,9 +155,9 @@ class Search:
         return Found(self._found, min(left, default=inf), [(one.bound, one.candidate) for one in spare])
 
     def _go(self, effort: int) -> None:
-        """Search until ``effort`` is spent and a plan exists, or no part is left."""
+        """Search until ``effort`` is spent, or more of it if there is no plan, or no part is left."""
         due, opened, placed = self._spent + EVERY, self._opened, self._placed
-        while self._spent < effort or self._best == inf:
+        while self._spent < (WITHOUT_PLAN if self._best == inf else effort):
             self._open_families()
             while opened and self._is_poor(opened[0].bound):
                 self._later.append(heappop(opened))

@@ -99,7 +99,7 @@ def plan(cluster: Cluster, work: ModelWork, request: Request, known: Iterable[La
         known: layouts of a similar cluster, to compare first, so that a better cluster has no worse plan.
 
     Raises:
-        ValueError: no layout fits; the message names the binding constraint.
+        ValueError: no layout fits, or none is found within `WITHOUT_PLAN`; the message names the binding constraint.
     """
     space = Space(cluster, work, request)
     found = _scheduled(space, known)
@@ -119,7 +119,10 @@ def plan(cluster: Cluster, work: ModelWork, request: Request, known: Iterable[La
         if is_last:
             left_out, spare = min(left_out, left), spare + others
     if not found:
-        raise ValueError(space.evaluation.refused.explained())
+        reason = space.evaluation.refused.explained()
+        if left_out < inf:
+            reason = f"no plan found, and the search ended before it had compared all layouts; most often: {reason}"
+        raise ValueError(reason)
     ranked = _with_more(space, _distinct(request.ranked(found)), spare)
     best = request.score(ranked[0])
     return Plan(

@@ -57,6 +57,15 @@ def planned(some_cluster, request=REQUEST, work=None):
         return None
 
 
+def test_a_search_without_a_plan_ends_and_claims_no_proof(monkeypatch):
+    some_cluster = cluster(site("a", hosts=2), site("b", hosts=2))
+    with pytest.raises(ValueError, match=r"^memory: the model does not fit"):
+        plan(some_cluster, model(), replace(REQUEST, max_memory=1e-6))
+    monkeypatch.setattr("weft.pipeline.planner.branching.WITHOUT_PLAN", 0)
+    with pytest.raises(ValueError, match="no plan found, and the search ended before it had compared all layouts"):
+        plan(some_cluster, model(), REQUEST)
+
+
 @given(clusters(), st.sampled_from(Objective))
 @settings(max_examples=20, deadline=None)
 def test_a_plan_fits_and_runs(some, objective):
