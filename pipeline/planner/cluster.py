@@ -175,7 +175,7 @@ def _site(data: Any, name: str) -> Site:
         if required not in table:
             raise ValueError(f"{name}.{required}: missing")
     called = table["name"]
-    if called is None or not re.fullmatch(r"[^\s-]\S*", str(called)) or not str(called).isprintable():
+    if called is None or not re.fullmatch(r"[^\s#-]\S*", str(called)) or not str(called).isprintable():
         raise ValueError(f"{name}.name={short_repr(called)}: expected a word; it is part of host names in a recipe")
     return Site(
         name=str(called),
