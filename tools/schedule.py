@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from errno import EISDIR
+from os import strerror
 from pathlib import Path
 
 from weft.conf.host.files import write_atomic
@@ -238,6 +240,8 @@ def draw(timeline: Timeline, form: str, out: Path | None) -> None:
 @contextmanager
 def _writing(out: Path) -> Iterator[None]:
     try:
+        if out.is_dir():  # also what an empty name stands for
+            raise IsADirectoryError(EISDIR, strerror(EISDIR))
         yield
     except OSError as error:
         raise ValueError(f"--out={out}: cannot be written ({error.strerror}); choose another file") from error

@@ -202,6 +202,7 @@ def test_default_placements(kind, layout, sites, chunks, placement):
         (("--jitter-samples", "4"), "--jitter-samples=4: 1f1b depends on no costs; choose auto, or 0"),
         (("--microbatches", "1000000000"), "pipeline.microbatches=1000000000: 1.2e+10 actions on 4 virtual stages"),
         (("--ranks", "1000000000"), "--ranks=1000000000: expected a whole number of at least 1 and at most 100000"),
+        (("--out", ""), "--out=.: cannot be written (Is a directory); choose another file"),
         (("--format", "json", "--out", "/proc/nowhere/s.json"), "--out=/proc/nowhere/s.json: cannot be written"),
         (("--format", "png", "--out", "/proc/nowhere/s.png"), "--out=/proc/nowhere/s.png: cannot be written"),
         (("--memory-cap", "3"), "rank 0 would hold 4 bytes of activations"),
