@@ -23,6 +23,8 @@ _MOST_DIGITS = 1000
 _SCALARS = [f"tag:yaml.org,2002:{kind}" for kind in ("bool", "float", "int")]
 _TEXT = "tag:yaml.org,2002:str"
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
+_NAMED = re.compile("(alias|anchor|handle|the tag) .*")
+"""The quotation of a file's text in an error of PyYAML."""
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _OWN_PIPES = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 
@@ -82,9 +84,20 @@ def read_yaml(path: Path, *, most_bytes: int, texts: Collection[str] = ()) -> An
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
-        raise ValueError(f"cannot be read: not YAML ({' '.join(str(error).split())}); correct it") from error
+        raise ValueError(f"cannot be read: not YAML ({_problem(error)}); correct it") from None
     except (RecursionError, ValueError, ArithmeticError) as error:
         raise ValueError(f"cannot be read: {' '.join(str(error).split()) or 'nested too deep'}") from error
+    except (AttributeError, LookupError):  # of PyYAML's constructors
+        raise ValueError("cannot be read: a value does not match its tag, such as !!bool; leave out the tag") from None
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    """Return what is wrong with a file and where, without its text, which may contain keys."""
+    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    if mark is None:
+        return " ".join(str(error).split())
+    problem = _NAMED.sub(r"\1", error.problem)
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
 class _Loader(yaml.SafeLoader):

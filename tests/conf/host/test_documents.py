@@ -1,5 +1,7 @@
 """YAML of users: as deep and as large as it may be, and plain values alone."""
 
+import traceback
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,10 +31,20 @@ def test_brackets_are_nested_up_to_32_deep(tmp_path, opened, closed):
     assert read_yaml(write(tmp_path, side_by_side), most_bytes=1000) == [[1]] * 100
 
 
-@pytest.mark.parametrize("text", ["a: [1", "!!python/object/apply:os.getcwd []", "a: b: c", "{a: 1, a: 2}"])
+TAGGED = ["a: !!bool maybe", "a: !!timestamp soon"]
+
+
+@pytest.mark.parametrize("text", ["a: [1", "!!python/object/apply:os.getcwd []", "a: b: c", "{a: 1, a: 2}", *TAGGED])
 def test_what_is_no_plain_value_is_refused(tmp_path, text):
     with pytest.raises(ValueError, match="cannot be read"):
         read_yaml(write(tmp_path, text), most_bytes=1000)
+
+
+@pytest.mark.parametrize("value", ["SECRET: b", '"SECRET', "*SECRET", "!SECRET ", "[SECRET", "!x!SECRET"])
+def test_an_error_of_yaml_names_the_line_without_its_text(tmp_path, value):
+    with pytest.raises(ValueError, match=r"not YAML \(line \d, column \d+: ") as raised:
+        read_yaml(write(tmp_path, f"a: 1\nb: {value}"), most_bytes=1000)
+    assert "SECRET" not in "".join(traceback.format_exception(raised.value))
 
 
 def test_costs_take_up_to_two_mebibytes(tmp_path):
