@@ -19,7 +19,7 @@ from fastapi import Response
 from fastapi.responses import StreamingResponse
 
 from weft.conf.schema import ControllerConfig
-from weft.inference.controller.begin import EVENT_END, Begin, may_begin
+from weft.inference.controller.begin import EVENT, EVENT_END, Begin, may_begin
 from weft.inference.controller.dispatch import Dispatch, PrefillRequest
 from weft.inference.controller.metrics import Metrics
 from weft.inference.requests import (
@@ -367,7 +367,12 @@ class _Begun(StreamingResponse):
                 raise Refusal(502, f"the decode server answered with status {self._rest.status_code}, see its log")
         except Refusal as refusal:
             error = refusal.answer
-        yield b"data: " + json.dumps(error).encode() + b"\n\ndata: [DONE]\n\n"
+        yield last_event(error)
+
+
+def last_event(error: Mapping[str, Any]) -> bytes:
+    """Return the end of a stream that breaks off."""
+    return EVENT + json.dumps(error).encode() + EVENT_END + EVENT + b"[DONE]" + EVENT_END
 
 
 def _with_transfer(request: PrefillRequest, value: Mapping[str, Any], transfer: Mapping[str, Any]) -> PrefillRequest:
@@ -396,4 +401,4 @@ async def _events(server: AnsweringServer, response: httpx.Response, first: Call
             yield events + end
     except httpx.TransportError:
         pass
-    yield b"data: " + json.dumps(_gone().answer).encode() + b"\n\ndata: [DONE]\n\n"
+    yield last_event(_gone().answer)

@@ -16,10 +16,10 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.conf.schema import ControllerConfig
-from weft.inference.controller.answers import AnsweringServer, Answers
+from weft.inference.controller.answers import RETRY_S, AnsweringServer, Answers, last_event
 from weft.inference.controller.clients import Client, Clients
 from weft.inference.controller.dispatch import Dispatch, PrefillRequest
 from weft.inference.controller.fleet import Fleet
@@ -157,7 +157,7 @@ class Service:
 
         app.add_exception_handler(HTTPException, unknown)
         app.add_exception_handler(Exception, self.failed)
-        app.add_middleware(_Entry, service=self, most=self._settings.max_connections)
+        app.add_middleware(_Entry, service=self, settings=self._settings)
         return app
 
     async def generate(self, request: Request) -> Response:
@@ -338,11 +338,16 @@ class Service:
 
 
 class _Entry:
-    """Limits how many requests are in progress, and ends what each has entered, after its response."""
+    """Limits how many requests are in progress, and ends what each has entered, after its response.
 
-    def __init__(self, app: ASGIApp, service: Service, most: int) -> None:
-        self._app, self._service, self._most = app, service, most
+    When the server ends before a response, its client is sent an error.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service, settings: ControllerConfig) -> None:
+        self._app, self._service, self._most = app, service, settings.max_connections
         self._running = 0
+        why = f"the controller ends, and the answer took longer than inference.controller.drain_s={settings.drain_s:g}"
+        self._ending = Refusal(503, f"{why}; send the request again", retry_after_s=RETRY_S)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in _PROBES:
@@ -354,9 +359,21 @@ class _Entry:
             await response(scope, receive, send)
             return
         self._running += 1
+        sent: list[Message] = []
+
+        async def send_noted(message: Message) -> None:
+            await send(message)
+            sent[1:] = [message]  # the first and the last
+
         try:
             with contextlib.ExitStack() as scope[_ENDS]:  # `Client.admitted`
-                await self._app(scope, receive, send)
+                await self._app(scope, receive, send_noted)
+        except asyncio.CancelledError:  # the server ends
+            if not sent:
+                response = await self._service.refused(Request(scope), self._ending)
+                await response(scope, receive, send)
+            elif b"content-length" not in dict(sent[0]["headers"]) and sent[-1].get("more_body", True):  # a stream
+                await send({"type": "http.response.body", "body": last_event(self._ending.answer)})
         finally:
             self._running -= 1
 

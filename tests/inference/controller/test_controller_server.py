@@ -372,6 +372,23 @@ async def test_accepted_requests_are_answered_after_sigterm():
     writer.close()
 
 
+async def test_clients_are_sent_an_error_when_the_server_ends_before_their_answers():
+    workers = FakeWorkers(1)
+    workers.gate.clear()
+    async with server(workers, DECODE, receive_timeout_s=10.0, drain_s=0.2) as (port, _):
+        whole = asyncio.create_task(ask(port, HEAD, PREFILL))
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(STREAM_HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") + STREAMED)  # whose end is that of the connection
+        while len(workers.decoded) < 2:
+            await asyncio.sleep(0.01)
+    stream, whole = await reader.read(), await whole
+    writer.close()
+    assert stream.startswith(b"HTTP/1.1 200") and stream.endswith(b"data: [DONE]\n\n")
+    assert whole.startswith(b"HTTP/1.1 503") and b"retry-after: 5" in whole
+    for answer in (stream, whole):
+        assert b'{"error":' in answer and b"inference.controller.drain_s=0.2; send the request again" in answer
+
+
 def test_who_listens_to_others_needs_a_key(tmp_path):
     config = WeftConfig()
     controller = config.inference.controller
