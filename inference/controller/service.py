@@ -362,6 +362,9 @@ class _Entry:
         sent: list[Message] = []
 
         async def send_noted(message: Message) -> None:
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                await send({**message, "more_body": True})
+                message = {"type": "http.response.body"}  # which waits until the client has read most of the body
             await send(message)
             sent[1:] = [message]  # the first and the last
 

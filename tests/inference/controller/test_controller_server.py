@@ -389,6 +389,21 @@ async def test_clients_are_sent_an_error_when_the_server_ends_before_their_answe
         assert b'{"error":' in answer and b"inference.controller.drain_s=0.2; send the request again" in answer
 
 
+async def test_requests_are_in_progress_until_their_answers_are_read():
+    workers = FakeWorkers(1)
+    workers.fault = {"decode": "endless"}
+    async with (
+        server(workers, DECODE, receive_timeout_s=10.0, max_connections=2, drain_s=1.0) as (port, _),
+        unread(port, HEAD + PREFILL),
+        unread(port, HEAD + PREFILL),
+        asyncio.timeout(10),
+    ):
+        while len(workers.decoded) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
+        assert "2 requests are in progress" in error_of(await ask(port, HEAD, PREFILL))
+
+
 def test_who_listens_to_others_needs_a_key(tmp_path):
     config = WeftConfig()
     controller = config.inference.controller
