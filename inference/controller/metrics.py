@@ -21,7 +21,7 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         self._grants = Counter("weft_prefill_grants", "requests placed", ["worker"], registry=registry)
         self._refusals = Counter(
-            "weft_prefill_refusals", "requests refused, by HTTP status", ["status"], registry=registry
+            "weft_prefill_refusals", "responses with an error, by HTTP status", ["status"], registry=registry
         )
         self._moved = Counter(
             "weft_prefill_moved", "requests moved away from a failed worker", ["worker"], registry=registry
@@ -75,7 +75,7 @@ class Metrics:
         self._moved.labels(ticket.worker).inc()
 
     def refused(self, status: int) -> None:
-        """Count a request that the controller refused."""
+        """Count a response with an error, of the controller or a server."""
         self._refusals.labels(status).inc()
 
     def prefilled(self, prefill: str, reason: str) -> None:

@@ -8,6 +8,7 @@ import json
 import ssl
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Mapping
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 import httpx
@@ -157,7 +158,7 @@ class Service:
 
         app.add_exception_handler(HTTPException, unknown)
         app.add_exception_handler(Exception, self.failed)
-        app.add_middleware(_Entry, service=self, settings=self._settings)
+        app.add_middleware(_Entry, service=self, metrics=self._metrics, settings=self._settings)
         return app
 
     async def generate(self, request: Request) -> Response:
@@ -187,8 +188,6 @@ class Service:
         self._admit(request, client, tokens)
         prefill = PrefillRequest(path=path, body=body, headers=headers, tokens=tokens, deadline_s=deadline_s)
         prefilled, ticket = await _unless_disconnected(request, self.dispatch.prefill(prefill))
-        if prefilled.is_client_error:
-            self._metrics.refused(prefilled.status_code)
         return _answer(prefilled, ticket)
 
     async def models(self, request: Request) -> Response:
@@ -241,9 +240,8 @@ class Service:
         return JSONResponse(state, status_code=200 if is_ready else 503)
 
     async def refused(self, _: Request, refusal: Exception) -> Response:
-        """Count a refusal, and return the response."""
+        """Return the response of a refusal."""
         assert isinstance(refusal, Refusal)
-        self._metrics.refused(refusal.status)
         headers = {"Retry-After": str(refusal.retry_after_s)} if refusal.retry_after_s else {}
         if refusal.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -253,6 +251,7 @@ class Service:
 
     async def failed(self, request: Request, _: Exception) -> Response:
         """Return the response after an error of the controller itself."""
+        self._metrics.refused(500)
         return await self.refused(request, Refusal(500, "an error of the controller, which its log has; report it"))
 
     def _authorize(self, request: Request) -> Client:
@@ -340,11 +339,11 @@ class Service:
 class _Entry:
     """Limits how many requests are in progress, and ends what each has entered, after its response.
 
-    When the server ends before a response, its client is sent an error.
+    It counts responses with an error. When the server ends before a response, its client is sent an error.
     """
 
-    def __init__(self, app: ASGIApp, service: Service, settings: ControllerConfig) -> None:
-        self._app, self._service, self._most = app, service, settings.max_connections
+    def __init__(self, app: ASGIApp, service: Service, metrics: Metrics, settings: ControllerConfig) -> None:
+        self._app, self._service, self._metrics, self._most = app, service, metrics, settings.max_connections
         self._running = 0
         why = f"the controller ends, and the answer took longer than inference.controller.drain_s={settings.drain_s:g}"
         self._ending = Refusal(503, f"{why}; send the request again", retry_after_s=RETRY_S)
@@ -356,12 +355,15 @@ class _Entry:
         if self._running >= self._most:
             why = f"{self._most} requests are in progress (inference.controller.max_connections); retry in 1 s"
             response = await self._service.refused(Request(scope), Refusal(503, why, retry_after_s=1))
+            self._metrics.refused(503)
             await response(scope, receive, send)
             return
         self._running += 1
         sent: list[Message] = []
 
         async def send_noted(message: Message) -> None:
+            if message.get("status", 0) >= HTTPStatus.BAD_REQUEST:
+                self._metrics.refused(message["status"])
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 await send({**message, "more_body": True})
                 message = {"type": "http.response.body"}  # which waits until the client has read most of the body
@@ -374,7 +376,7 @@ class _Entry:
         except asyncio.CancelledError:  # the server ends
             if not sent:
                 response = await self._service.refused(Request(scope), self._ending)
-                await response(scope, receive, send)
+                await response(scope, receive, send_noted)
             elif b"content-length" not in dict(sent[0]["headers"]) and sent[-1].get("more_body", True):  # a stream
                 await send({"type": "http.response.body", "body": last_event(self._ending.answer)})
         finally:

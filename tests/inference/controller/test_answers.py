@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import json
+import re
 from collections import Counter
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -106,6 +108,25 @@ async def test_what_one_cache_cannot_serve_goes_to_the_decode_server_unchanged(f
         assert (answer.status_code, answer.headers["x-weft-fallback"]) == (200, "request")
         assert not workers.seen and workers.decoded[0][1] == WHOLE | field
         assert counted((await client.get("/metrics")).text, "decode", "request")
+
+
+@pytest.mark.parametrize("decode_url", [DECODE, ""])
+async def test_each_request_within_its_limits_is_counted_as_begun_or_by_its_error(decode_url):
+    workers = FakeWorkers(2)
+    faults = [
+        dict.fromkeys(["w0", "w1", "decode"], fault) for fault in ("", "broken", "strict", "full", "dead", "hung")
+    ]
+    async with controller(workers, decode_url=decode_url, deadline_s=0.3) as client:
+        bodies = [WHOLE | REMOTE] if not decode_url else [WHOLE, WHOLE | {"temperature": -1}]
+        answered = Counter()
+        for workers.fault, body in product(faults, bodies):
+            answered[(await client.post(PATH, json=body)).status_code] += 1
+        metrics = (await client.get("/metrics")).text
+        errors = dict(re.findall(r'weft_prefill_refusals_total{status="(\d+)"} (\d+)', metrics))
+        assert {int(status): int(number) for status, number in errors.items()} | {200: answered[200]} == answered
+        begun = r"weft_answer_begin_seconds_count{.*} (\d+)" if decode_url else r"weft_prefill_ttft_seconds_count (\d+)"
+        assert sum(map(int, re.findall(begun, metrics))) == answered[200]
+        assert len(answered) >= 3 and answered.total() == len(faults) * len(bodies)
 
 
 RENDERED = [
