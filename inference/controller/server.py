@@ -124,7 +124,7 @@ def server_config(app: FastAPI, settings: ControllerConfig) -> uvicorn.Config:
         timeout_graceful_shutdown=ceil(settings.drain_s),
         h11_max_incomplete_event_size=LARGEST_HEADER,
         access_log=False,
-        log_level="warning",
+        log_level="error",  # a warning for each request that is not HTTP would fill the host's shared memory
         server_header=False,
     )
 
@@ -147,9 +147,9 @@ class _Connection(H11Protocol):
         self._too_slow: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=1)  # `pause_writing` whenever the kernel's buffer is full
         self._socket: socket.socket = transport.get_extra_info("socket")
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        transport.set_write_buffer_limits(high=1)  # `pause_writing` if the kernel's buffer is full; with TLS at once
         self._limit(is_receiving=True)
         if len(self.connections) > self.most:
             oldest, since_s = next(iter(self.idle.items()))

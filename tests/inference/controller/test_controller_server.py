@@ -86,6 +86,15 @@ async def test_a_client_that_sends_too_much_reads_why(is_declared):
         assert answer.startswith(b"HTTP/1.1 413")
 
 
+async def test_clients_without_a_key_write_nothing_to_the_log(capfd):
+    """Logs are in the host's shared memory."""
+    upgrade = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    async with server(FakeWorkers(1)) as (port, _):
+        assert (await ask(port, b"not HTTP\r\n\r\n")).startswith(b"HTTP/1.1 400")
+        assert (await ask(port, upgrade)).startswith(b"HTTP/1.1 200")
+    assert "".join(capfd.readouterr()) == ""
+
+
 def error_of(answer):
     """The message of an answer in OpenAI's error format."""
     head, _, body = answer.partition(b"\r\n\r\n")

@@ -21,7 +21,7 @@ def write_certificate(folder):
     return {"ssl_certfile": str(folder / "cert"), "ssl_keyfile": str(folder / "key")}
 
 
-async def test_clients_with_the_certificate_are_served_by_https(tmp_path):
+async def test_clients_with_the_certificate_are_served_by_https(tmp_path, caplog):
     files = write_certificate(tmp_path)
     config = WeftConfig()
     config.inference.controller = ControllerConfig(**files)
@@ -33,6 +33,7 @@ async def test_clients_with_the_certificate_are_served_by_https(tmp_path):
             answer = await client.post(f"https://127.0.0.1:{port}/v1/completions", content=PREFILL)
             assert answer.status_code == 200
         assert not await ask(port, HEAD + PREFILL), "plain HTTP gets no answer"
+    assert not caplog.records
 
 
 async def test_a_server_is_reached_by_https_if_its_certificate_is_trusted(tmp_path, monkeypatch):
