@@ -14,14 +14,13 @@ from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
-import httpx
-from fastapi import Response
-from fastapi.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from weft.conf.schema import ControllerConfig
 from weft.inference.controller.begin import EVENT, EVENT_END, Begin, may_begin
 from weft.inference.controller.dispatch import Dispatch, PrefillRequest
 from weft.inference.controller.metrics import Metrics
+from weft.inference.controller.server_connections import Lost, ServerResponse, Servers
 from weft.inference.requests import (
     DRAWN,
     GIVEN,
@@ -46,16 +45,16 @@ _COMPLETIONS = "/v1/completions"
 class AnsweringServer:
     """A server of OpenAI's API that answers whole requests."""
 
-    def __init__(self, url: str, client: httpx.AsyncClient, settings: ControllerConfig, *, key: str = "") -> None:
+    def __init__(self, url: str, servers: Servers, settings: ControllerConfig, *, key: str = "") -> None:
         """Create the client of a server.
 
         Args:
-            client: without credentials for other servers.
+            servers: without credentials for other servers.
         """
-        self.url, self._client, self._silence_s = url.rstrip("/"), client, settings.silence_s
+        self.url, self._servers, self._silence_s = url.rstrip("/"), servers, settings.silence_s
         self._silence_limit_s = settings.answer_timeout_s
-        self._timeout = httpx.Timeout(None, connect=settings.answer_slack_s)
-        self._headers = {b"authorization": f"Bearer {key}".encode()} if key else {}
+        self._connect_s = settings.answer_slack_s
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._longest: dict[str, int] = {}
 
     async def longest(self, model: object) -> int:
@@ -75,7 +74,7 @@ class AnsweringServer:
         self,
         path: str,
         body: bytes,
-        headers: Mapping[bytes, bytes],
+        headers: Mapping[str, str],
         *,
         added: dict[str, str],
         begun: Callable[[], None],
@@ -92,36 +91,31 @@ class AnsweringServer:
         Raises:
             Refusal: the server does not answer.
         """
-        sent = {**headers, **self._headers, b"accept-encoding": b"identity"}
-        request = self._client.build_request(
-            "POST", f"{self.url}{path}", content=body, headers=sent, timeout=self._timeout
-        )
+        sent = {**headers, **self._headers, "accept-encoding": "identity"}
         try:
             async with self.unless_lost():
-                response = await self._client.send(request, stream=True)
+                response = await self._servers.open("POST", f"{self.url}{path}", body, sent, connect_s=self._connect_s)
             kept = {name: text for name, text in response.headers.items() if name not in _OF_CONNECTION} | added
-            if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE:  # its queue is full
+            if response.status == HTTPStatus.SERVICE_UNAVAILABLE:  # its queue is full
                 kept.setdefault("retry-after", str(RETRY_S))
             if response.headers.get("content-type", "").startswith("text/event-stream"):
                 return _Stream(self, response, begun, kept)
             async with self.unless_lost():
-                content = await response.aread()
-            await response.aclose()
-        except httpx.TransportError as error:
+                content = (await response.read()).content
+        except Lost as error:
             raise _gone() from error
         if response.is_success:
             if Completion().is_aborted(content):
                 raise _gone()
             begun()
-        return Response(content, status_code=response.status_code, headers=kept)
+        return Response(content, status_code=response.status, headers=kept)
 
     @asynccontextmanager
     async def unless_lost(self) -> AsyncIterator[None]:
         """Wait in the block for the server, unless it is lost.
 
         Raises:
-            httpx.TransportError: it breaks off, is silent for `silence_s` and then not healthy, or is silent for
-                `answer_timeout_s`.
+            Lost: it breaks off, is silent for `silence_s` and then not healthy, or is silent for `answer_timeout_s`.
         """
         try:
             async with asyncio.timeout(self._silence_limit_s) as limit:
@@ -131,41 +125,42 @@ class AnsweringServer:
                 finally:
                     watching.cancel()
         except TimeoutError as error:
-            raise httpx.ReadTimeout("the server is silent") from error
+            raise Lost("the server is silent") from error
 
     async def _watch(self, limit: asyncio.Timeout) -> None:
         """Let ``limit`` expire when the server is lost."""
         try:
             while True:
                 await asyncio.sleep(self._silence_s)
-                health = await self._client.get(f"{self.url}/health", headers=self._headers, timeout=self._silence_s)
-                if health.is_server_error:  # a server without a health check answers 404
+                health = await self._get("/health", self._silence_s)
+                if health.status >= 500:  # a server without a health check answers 404
                     break
-        except httpx.TransportError:
+        except Lost:
             pass
         limit.reschedule(0.0)
 
-    async def render(self, path: str, body: bytes, headers: Mapping[bytes, bytes]) -> list[int]:
+    async def render(self, path: str, body: bytes, headers: Mapping[str, str]) -> list[int]:
         """Return the tokens of a request's prompt as vLLM renders it. There are none if the server refuses it."""
-        url = f"{self.url}{path}/render"
+        url, sent = f"{self.url}{path}/render", {**headers, **self._headers}
         try:
-            response = await self._client.post(
-                url, content=body, headers={**headers, **self._headers}, timeout=self._timeout
-            )
-            rendered = response.json() if response.is_success else None
-        except (httpx.TransportError, ValueError):
+            response = await self._servers.ask("POST", url, body, sent, connect_s=self._connect_s)
+            rendered = json.loads(response.content) if response.is_success else None
+        except (Lost, ValueError):
             return []
         if isinstance(rendered, list) and len(rendered) == 1:  # of a completion
             (rendered,) = rendered
         tokens = rendered.get("token_ids") if isinstance(rendered, dict) else None
         return tokens if isinstance(tokens, list) else []
 
-    async def get(self, path: str) -> httpx.Response:
+    async def get(self, path: str) -> ServerResponse:
         """Return the response to a GET request. Raise Refusal if the server does not answer."""
         try:
-            return await self._client.get(f"{self.url}{path}", headers=self._headers, timeout=self._timeout.connect)
-        except httpx.TransportError as error:
+            return await self._get(path, self._connect_s)
+        except Lost as error:
             raise _gone() from error
+
+    async def _get(self, path: str, total_s: float) -> ServerResponse:
+        return await self._servers.ask("GET", f"{self.url}{path}", headers=self._headers, total_s=total_s)
 
 
 class Answers:
@@ -299,7 +294,7 @@ class Answers:
         self._metrics.prefilled("decode", reason)
         return None, {"X-Weft-Fallback": reason}, {}
 
-    async def models(self) -> httpx.Response:
+    async def models(self) -> ServerResponse:
         """Return the decode server's list of models."""
         return await self._server.get("/v1/models")
 
@@ -328,17 +323,17 @@ class _Stream(StreamingResponse):
     """
 
     def __init__(
-        self, server: AnsweringServer, response: httpx.Response, first: Callable[[], None], headers: Mapping[str, str]
+        self, server: AnsweringServer, response: ServerResponse, first: Callable[[], None], headers: Mapping[str, str]
     ) -> None:
         self.events = _events(server, response, first)
-        super().__init__(self.events, status_code=response.status_code, headers=headers)
-        self.aclose = response.aclose
+        super().__init__(self.events, status_code=response.status, headers=headers)
+        self.close = response.close
 
     async def __call__(self, *asgi: Any) -> None:
         try:
             await super().__call__(*asgi)
         finally:
-            await self.aclose()
+            self.close()
 
 
 class _Begun(StreamingResponse):
@@ -353,7 +348,7 @@ class _Begun(StreamingResponse):
             await super().__call__(*asgi)
         finally:
             if isinstance(self._rest, _Stream):
-                await self._rest.aclose()
+                self._rest.close()
 
     async def _events(self, begin: Begin, rest: Callable[[], Awaitable[Response]]) -> AsyncIterator[bytes]:
         yield begin.events
@@ -379,9 +374,9 @@ def _with_transfer(request: PrefillRequest, value: Mapping[str, Any], transfer: 
     return replace(request, body=json.dumps({**value, "kv_transfer_params": transfer}).encode())
 
 
-async def _events(server: AnsweringServer, response: httpx.Response, first: Callable[[], None]) -> AsyncIterator[bytes]:
+async def _events(server: AnsweringServer, response: ServerResponse, first: Callable[[], None]) -> AsyncIterator[bytes]:
     """Yield a stream's events as they arrive. If the stream breaks off, the last event is an error."""
-    completion, rest, is_first, parts = Completion(), b"", True, response.aiter_bytes()
+    completion, rest, is_first, parts = Completion(), b"", True, response.parts()
     try:
         while True:
             async with server.unless_lost():
@@ -399,6 +394,6 @@ async def _events(server: AnsweringServer, response: httpx.Response, first: Call
                 first()
             is_first = False
             yield events + end
-    except httpx.TransportError:
+    except Lost:
         pass
     yield last_event(_gone().answer)

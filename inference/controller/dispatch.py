@@ -16,12 +16,11 @@ from functools import partial
 from math import inf
 from typing import Never
 
-import httpx
-
 from weft.conf.schema import ControllerConfig
 from weft.inference.controller.fleet import Fleet
 from weft.inference.controller.metrics import Metrics
 from weft.inference.controller.reports import FRESH_S, ReportedBubbles, read_report
+from weft.inference.controller.server_connections import Lost, ServerResponse, Servers, Unreachable
 from weft.inference.controller.worker import Ticket, Worker
 from weft.inference.requests import Completion, Refusal
 
@@ -44,7 +43,7 @@ class PrefillRequest:
 
     path: str
     body: bytes
-    headers: Mapping[bytes, bytes]
+    headers: Mapping[str, str]
     tokens: int
     deadline_s: float
 
@@ -57,11 +56,11 @@ class Dispatch:
         fleet: Fleet,
         settings: ControllerConfig,
         metrics: Metrics,
-        client: httpx.AsyncClient,
+        servers: Servers,
         *,
         server_key: str = "",
     ) -> None:
-        self._fleet, self._settings, self._metrics, self._client = fleet, settings, metrics, client
+        self._fleet, self._settings, self._metrics, self._servers = fleet, settings, metrics, servers
         self._server_key = server_key
         self._due_s = inf
         """When the next `_refresh` is due."""
@@ -107,12 +106,12 @@ class Dispatch:
         silent_s = time.monotonic() - worker.heard_s
         timeout_s = min(silence_s, max(1.0, self._settings.probe_s, silence_s - silent_s))
         try:
-            response = await self._client.get(f"{worker.url}/health", timeout=timeout_s)
+            response = await self._servers.ask("GET", f"{worker.url}/health", total_s=timeout_s)
             if worker.is_remote and response.is_success:
                 await self._read_report(worker, timeout_s)
-        except httpx.ConnectError:
+        except Unreachable:
             self._fleet.set_up(worker, False)
-        except httpx.TransportError:  # slow. If dead it refuses the next one
+        except Lost:  # slow. If dead it refuses the next one
             await asyncio.sleep(0.001)  # a `_refresh` that is due already corrects `heard_s` first
             if time.monotonic() - worker.heard_s > silence_s:
                 self._fleet.set_up(worker, False)
@@ -122,7 +121,7 @@ class Dispatch:
     async def _read_report(self, worker: Worker, timeout_s: float) -> None:
         try:
             report = await read_report(
-                self._client,
+                self._servers,
                 worker.url,
                 self._server_key,
                 stages=len(worker.boards),
@@ -140,7 +139,7 @@ class Dispatch:
             assert isinstance(bubbles, ReportedBubbles)
             bubbles.update(spans)
 
-    async def prefill(self, request: PrefillRequest) -> tuple[httpx.Response, Ticket]:
+    async def prefill(self, request: PrefillRequest) -> tuple[ServerResponse, Ticket]:
         """Prefill a prompt on the best worker, and on failure on the next best.
 
         Raises:
@@ -157,11 +156,11 @@ class Dispatch:
             try:
                 response = await self._send(worker, request, ticket)
                 is_answer = response.is_success and not Completion().is_aborted(response.content)
-            except httpx.ConnectError:  # the worker has not received the prompt
+            except Unreachable:  # the worker has not received the prompt
                 self._fleet.set_up(worker, False)
                 self._metrics.moved(ticket)
                 continue
-            except httpx.TransportError:
+            except Lost:
                 pass
             finally:
                 self._fleet.done(ticket, answered=is_answer)
@@ -170,7 +169,7 @@ class Dispatch:
             if response is not None and is_answer:
                 self._metrics.answered(ticket, time.monotonic())
                 return response, ticket
-            if response is not None and (response.is_success or response.status_code == 503):
+            if response is not None and (response.is_success or response.status == 503):
                 leaving.add(worker.index)  # shuts down, or takes no prompts; the prompt is not the cause
                 self._metrics.moved(ticket)
                 continue
@@ -188,12 +187,10 @@ class Dispatch:
                 )
             self._metrics.moved(ticket)
 
-    async def _send(self, worker: Worker, request: PrefillRequest, ticket: Ticket) -> httpx.Response:
+    async def _send(self, worker: Worker, request: PrefillRequest, ticket: Ticket) -> ServerResponse:
         """Return the worker's response. Wait for it as long as the worker is healthy and has bubbles ahead."""
-        timeout = httpx.Timeout(None, connect=self._settings.silence_s)
-        post = self._client.post(
-            f"{worker.url}{request.path}", content=request.body, headers=request.headers, timeout=timeout
-        )
+        url, connect_s = f"{worker.url}{request.path}", self._settings.silence_s
+        post = self._servers.ask("POST", url, request.body, request.headers, connect_s=connect_s)
         answer, watching = asyncio.create_task(post), asyncio.create_task(self._watch(worker, ticket))
         try:
             await asyncio.wait((answer, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -213,7 +210,7 @@ class Dispatch:
             left_s = check_s - time.monotonic()
             await asyncio.sleep(max(0.0, min(left_s, settings.probe_s)))
             if worker.is_remote and not worker.up:
-                raise httpx.ConnectError("its site is cut off")  # the prompt is not the cause
+                raise Unreachable("its site is cut off")  # the prompt is not the cause
             if not worker.bubbles:
                 waited_s = time.monotonic() - ticket.placed_s
                 raise Refusal(
@@ -229,7 +226,7 @@ class Dispatch:
         if time.monotonic() - worker.heard_s > self._settings.answer_slack_s:  # otherwise it was probed recently
             await self.probe(worker)
         if not worker.up:
-            raise httpx.ReadTimeout("its health check does not answer either")
+            raise Lost("its health check does not answer either")
         waited_s = time.monotonic() - ticket.placed_s
         if waited_s > self._settings.answer_timeout_s:
             raise Refusal(504, f"no answer after {waited_s:.0f} s (inference.controller.answer_timeout_s)")

@@ -9,8 +9,7 @@ from math import inf, isfinite
 from time import monotonic
 from typing import NamedTuple
 
-import httpx
-
+from weft.inference.controller.server_connections import Servers
 from weft.inference.placement.prefill_cost import PrefillCost
 from weft.inference.worker.bubble_report import MOST_HORIZON_S, ROUTE
 from weft.inference.worker.proofs import HEADER, answer_proof, new_nonce, request_proof
@@ -52,7 +51,7 @@ class ReportedBubbles:
 
 
 async def read_report(
-    client: httpx.AsyncClient, url: str, key: str, *, stages: int, quantile: float, horizon_s: float, timeout_s: float
+    servers: Servers, url: str, key: str, *, stages: int, quantile: float, horizon_s: float, timeout_s: float
 ) -> Report:
     """Return the report of the worker at ``url``.
 
@@ -61,17 +60,16 @@ async def read_report(
         stages: number of its stages.
 
     Raises:
-        httpx.TransportError: it does not answer.
+        Lost: it does not answer.
         ValueError: it refuses, or the answer is not its own, or has another form.
     """
     nonce, secret, begun_s = new_nonce(), key.encode(), monotonic()
     headers = {"Authorization": f"Weft {nonce}:{request_proof(secret, nonce)}"}
-    response = await client.get(
-        f"{url}{ROUTE}", params={"horizon_s": min(horizon_s, MOST_HORIZON_S)}, headers=headers, timeout=timeout_s
-    )
+    asked = f"{url}{ROUTE}?horizon_s={min(horizon_s, MOST_HORIZON_S)}"
+    response = await servers.ask("GET", asked, headers=headers, total_s=timeout_s)
     sent_s = (begun_s + monotonic()) / 2
     if not response.is_success:
-        raise ValueError(f"{url}: {response.status_code} {response.text[:300]}")
+        raise ValueError(f"{url}: {response.status} {response.content[:300].decode(errors='replace')}")
     proof = answer_proof(secret, nonce, b"", response.content)
     if not hmac.compare_digest(response.headers.get(HEADER, "").encode(), proof.encode()):
         raise ValueError(f"{url}: a report without a proof that its sender has the key of this controller")

@@ -15,7 +15,7 @@ from typing import Any
 
 import h11
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from weft.conf.host.processes import allow_files
@@ -45,7 +45,7 @@ _BYTES_ACKED = 120
 """Offset of `tcpi_bytes_acked` in Linux's `tcp_info`."""
 
 
-def app_of(config: WeftConfig, environment: Mapping[str, str]) -> FastAPI:
+def app_of(config: WeftConfig, environment: Mapping[str, str]) -> Starlette:
     """Create the application that serves a configuration's workers.
 
     Raises:
@@ -97,13 +97,13 @@ def _bubbles_of(address: PrefillWorkerConfig) -> list[Bubbles]:
     return list(stage_bubbles(address.boards, address.stages))
 
 
-def serve(app: FastAPI, settings: ControllerConfig) -> None:
+def serve(app: Starlette, settings: ControllerConfig) -> None:
     """Serve until SIGINT or SIGTERM."""
     allow_files()  # one for each connection, and for those to workers
     uvicorn.Server(server_config(app, settings)).run()
 
 
-def server_config(app: FastAPI, settings: ControllerConfig) -> uvicorn.Config:
+def server_config(app: Starlette, settings: ControllerConfig) -> uvicorn.Config:
     """Return the HTTP server's configuration, with limits of connections."""
 
     class Protocol(_Connection):

@@ -2,81 +2,148 @@
 
 from __future__ import annotations
 
-import asyncio
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self
 
-import anyio
-import httpx
+import aiohttp
+
+KEPT_S = 4.0
+"""Seconds that a connection is kept between requests. vLLM closes one after 5 s, and loses a request that it begins."""
 
 
-class Transport(httpx.AsyncBaseTransport):
-    """Sends requests, and gives each connection back, in whatever moment its request is cancelled.
+class Lost(Exception):
+    """A server does not answer, or breaks off."""
 
-    httpcore (1.0.9) keeps some forever when a task is cancelled as it begins to send, or closes a response. It expects
-    cancellation by a scope of anyio, which spares such moments.
+
+class Unreachable(Lost):
+    """A server takes no connection, and so has received nothing."""
+
+
+class ServerResponse:
+    """A server's response.
+
+    Attributes:
+        status: its status code.
+        headers: with names in lower case.
+        content: empty until it has been read.
     """
 
-    def __init__(self, verify: ssl.SSLContext, *, kept: int = 0) -> None:
-        """Create the transport without a connection.
+    def __init__(self, status: int, headers: Mapping[str, str], content: bytes = b"") -> None:
+        self.status, self.headers, self.content = status, headers, content
+
+    @property
+    def is_success(self) -> bool:
+        """True if the server has done what was asked."""
+        return 200 <= self.status < 300
+
+    @property
+    def is_client_error(self) -> bool:
+        """True if the server says that the request is wrong."""
+        return 400 <= self.status < 500
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """Yield the content as it arrives. Raises Lost."""
+        yield self.content
+
+    async def read(self) -> Self:
+        """Read the content, and close. Raises Lost."""
+        try:
+            self.content = b"".join([part async for part in self.parts()])
+        finally:
+            self.close()
+        return self
+
+    def close(self) -> None:
+        """Close the connection, unless the content has been read to its end."""
+
+
+class Servers:
+    """Sends requests to servers."""
+
+    def __init__(self, *, headers: Mapping[str, str] | None = None, keeps: bool = False) -> None:
+        """Create the sender without a connection.
 
         Args:
-            kept: about how many connections are kept between requests; further requests have a new one each. httpcore
-                (1.0.9) compares every two idle ones at each request: 512 keep it busy for a minute.
+            headers: sent with each request.
+            keeps: True if connections are kept between requests.
         """
-        # Only a server closes a connection that is idle: with a limit of its own, httpx (0.28) may close it under a
-        # request that was just given it.
-        keeping = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None)
-        closing = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self._keeping, self._closing = (
-            httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False) for limits in (keeping, closing)
+        self._headers, self._keeps = headers, keeps
+
+    async def __aenter__(self) -> Self:
+        # Servers on other hosts may have certificates of this host's store, or of SSL_CERT_FILE.
+        kept: dict[str, Any] = {"keepalive_timeout": KEPT_S} if self._keeps else {"force_close": True}
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=ssl.create_default_context(), **kept),
+            headers=self._headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("Content-Type",),
         )
-        self._free = kept
+        return self
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Return the response, whose content has not been read."""
-        is_kept, scope = self._free > 0, anyio.CancelScope()
-        self._free -= is_kept
-        sending = asyncio.create_task(self._send(self._keeping if is_kept else self._closing, request, scope))
-        try:
-            response = await asyncio.shield(sending)
-        except asyncio.CancelledError:
-            scope.cancel()
-            await asyncio.shield(_close(sending))
-            raise
-        finally:
-            self._free += is_kept
-        assert response is not None and isinstance(response.stream, httpx.AsyncByteStream)
-        response.stream = _Content(response.stream)
-        return response
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
 
-    async def _send(
-        self, transport: httpx.AsyncHTTPTransport, request: httpx.Request, scope: anyio.CancelScope
-    ) -> httpx.Response | None:
-        """Return the response, or None once ``scope`` is cancelled."""
-        with scope:
-            return await transport.handle_async_request(request)
-        return None
+    async def open(
+        self,
+        method: str,
+        url: str,
+        content: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        *,
+        connect_s: float | None = None,
+        total_s: float | None = None,
+    ) -> ServerResponse:
+        """Send a request, and return the response, whose content has not been read. Raises Lost."""
+        with _lost():
+            response = await self._session.request(
+                method,
+                url,
+                data=content or None,
+                headers=headers,
+                allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(total_s, connect_s),
+            )
+        return _Arriving(response)
 
-    async def aclose(self) -> None:
-        """Close all connections."""
-        await self._keeping.aclose()
-        await self._closing.aclose()
-
-
-class _Content(httpx.AsyncByteStream):
-    def __init__(self, stream: httpx.AsyncByteStream) -> None:
-        self._stream = stream
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return aiter(self._stream)
-
-    async def aclose(self) -> None:
-        await asyncio.shield(self._stream.aclose())
+    async def ask(
+        self,
+        method: str,
+        url: str,
+        content: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        *,
+        connect_s: float | None = None,
+        total_s: float | None = None,
+    ) -> ServerResponse:
+        """Send a request, and return the response, whose content has been read. Raises Lost."""
+        return await (await self.open(method, url, content, headers, connect_s=connect_s, total_s=total_s)).read()
 
 
-async def _close(sending: asyncio.Task[httpx.Response | None]) -> None:
-    with suppress(httpx.TransportError):
-        if (response := await sending) is not None:
-            await response.aclose()
+class _Arriving(ServerResponse):
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        headers: dict[str, str] = {}
+        for name, value in response.raw_headers:
+            key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+            headers[key] = f"{headers[key]}, {text}" if key in headers else text
+        super().__init__(response.status, headers)
+        self._response = response
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        with _lost():
+            async for part in self._response.content.iter_any():
+                yield part
+
+    def close(self) -> None:
+        self._response.close()
+
+
+@contextmanager
+def _lost() -> Iterator[None]:
+    try:
+        yield
+    except aiohttp.ClientConnectorError as error:
+        raise Unreachable(str(error)) from error
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise Lost(str(error)) from error

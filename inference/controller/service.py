@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import ssl
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-import httpx
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
-from fastapi.routing import APIRoute
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.conf.schema import ControllerConfig
@@ -26,7 +24,7 @@ from weft.inference.controller.dispatch import Dispatch, PrefillRequest
 from weft.inference.controller.fleet import Fleet
 from weft.inference.controller.metrics import Metrics
 from weft.inference.controller.prompts import BYTES_PER_TOKEN, Count, prompt_tokens
-from weft.inference.controller.server_connections import Transport
+from weft.inference.controller.server_connections import Lost, ServerResponse, Servers, Unreachable
 from weft.inference.controller.worker import Ticket
 from weft.inference.requests import (
     Refusal,
@@ -43,9 +41,7 @@ T = TypeVar("T")
 DEADLINE_HEADER = "X-Weft-Deadline-S"
 CLIENT_GONE = 499
 """Status in the metrics of requests whose client disconnected, as in nginx."""
-KEPT = 8
-"""About how many connections to each worker are kept between prompts."""
-_REQUEST_ID = b"x-request-id"
+_REQUEST_ID = "x-request-id"
 _PROBES = ("/health", "/ready")
 """Routes that answer however many requests are in progress."""
 _ENDS = "weft.ends"
@@ -73,9 +69,9 @@ class Service:
         estimated: bool = False,
         decode_url: str = "",
         continues: bool = False,
-        transport: httpx.AsyncBaseTransport | None = None,
+        servers: Callable[..., Servers] = Servers,
     ) -> None:
-        """Create the service and its clients of the servers.
+        """Create the service.
 
         Args:
             count: counts the tokens of a text.
@@ -86,33 +82,26 @@ class Service:
             estimated: True if ``count`` is an estimate.
             decode_url: URL of a decode server, for whole answers; empty answers prompts only.
             continues: True if the decode server continues answers that have begun. See `Answers`.
-            transport: transport of the HTTP client to the servers. The default is TCP.
+            servers: creates what sends requests to servers.
         """
         self._fleet, self._settings = fleet, settings
         self._count, self._allow_decode, self._estimated = count, allow_decode, estimated
         self._clients = clients
         self._metrics = Metrics(fleet)
-        headers = {"Authorization": f"Bearer {server_key}"} if server_key else {}
-        # Workers are local: ignore the environment's proxy settings.
-        # Servers on other hosts may have certificates of this host's store, or of SSL_CERT_FILE.
-        verify = ssl.create_default_context()
-        plain = transport or Transport(verify)
+        own = {"Authorization": f"Bearer {server_key}"} if server_key else {}
         # A new connection costs a prompt a millisecond.
-        kept = {worker.url: transport or Transport(verify, kept=KEPT) for worker in fleet.workers}
-        self.client = httpx.AsyncClient(headers=headers, mounts=kept, transport=plain, trust_env=False)
+        self.inner = servers(headers=own, keeps=True)
         # None is kept to other servers: if a server closes one as a request arrives, the request is lost. `Dispatch`
         # sends a prompt to another worker, but a decode server may have fetched the prompt's cache already.
-        self.outer_client = httpx.AsyncClient(transport=plain, trust_env=False)
-        self.dispatch = Dispatch(fleet, settings, self._metrics, self.client, server_key=server_key)
+        self.outer = servers()
+        self.dispatch = Dispatch(fleet, settings, self._metrics, self.inner, server_key=server_key)
         self._answers = None
         if decode_url:
             urls = [url or decode_url for url in fleet.decoders]
-            servers = {
-                url: AnsweringServer(url, self.outer_client, settings, key=server_key) for url in (decode_url, *urls)
-            }
-            near = [servers[url] for url in urls]
+            decoders = {url: AnsweringServer(url, self.outer, settings, key=server_key) for url in (decode_url, *urls)}
+            near = [decoders[url] for url in urls]
             self._answers = Answers(
-                servers[decode_url],
+                decoders[decode_url],
                 self.dispatch,
                 self._metrics,
                 near=near,
@@ -122,40 +111,37 @@ class Service:
         self._others: dict[str, AnsweringServer] = {}
         for model in settings.models:
             key = (model_keys or {}).get(model.name, "")
-            self._others[model.name] = AnsweringServer(model.url, self.outer_client, settings, key=key)
+            self._others[model.name] = AnsweringServer(model.url, self.outer, settings, key=key)
 
-    def app(self) -> FastAPI:
+    def app(self) -> Starlette:
         """Create the ASGI application."""
 
         @contextlib.asynccontextmanager
-        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-            async with self.client, self.outer_client:
+        async def lifespan(_: Starlette) -> AsyncIterator[None]:
+            async with self.inner, self.outer:
                 await self.dispatch.probe_all()
                 watching = asyncio.create_task(self.dispatch.watch(self._clients.count_others))
                 yield
                 watching.cancel()
             self._fleet.close()
 
-        app = FastAPI(title="Weft prefill", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-        app.add_api_route("/v1/completions", self.generate, methods=["POST"])
-        app.add_api_route("/v1/chat/completions", self.generate, methods=["POST"])
-        app.add_api_route("/v1/models", self.models, methods=["GET"])
-        app.add_api_route("/metrics", self.metrics_text, methods=["GET"])
-        app.add_api_route("/health", self.health, methods=["GET"])
-        app.add_api_route("/ready", self.ready, methods=["GET"])
-        app.add_exception_handler(Refusal, self.refused)
-        served = ", ".join(
-            f"{method} {route.path}"
-            for route in app.routes
-            if isinstance(route, APIRoute)
-            for method in route.methods or ()
-        )
+        routes = [
+            Route("/v1/completions", self.generate, methods=["POST"]),
+            Route("/v1/chat/completions", self.generate, methods=["POST"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/metrics", self.metrics_text, methods=["GET"]),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/ready", self.ready, methods=["GET"]),
+        ]
+        served = ", ".join(f"{min(route.methods or ())} {route.path}" for route in routes)
 
         async def unknown(request: Request, error: Exception) -> Response:
             assert isinstance(error, HTTPException)
             why = f"{request.method} {request.url.path}: not served here; available: {served}"
             return await self.refused(request, Refusal(error.status_code, why))
 
+        app = Starlette(routes=routes, lifespan=lifespan)
+        app.add_exception_handler(Refusal, self.refused)
         app.add_exception_handler(HTTPException, unknown)
         app.add_exception_handler(Exception, self.failed)
         app.add_middleware(_Entry, service=self, metrics=self._metrics, settings=self._settings)
@@ -166,8 +152,7 @@ class Service:
         client = self._authorize(request)
         body = await self._receive(request)
         deadline_s = self._deadline_s(request)
-        # As bytes, because the client that forwards it refuses text that is not ASCII.
-        headers = {name: value for name, value in request.headers.raw if name.decode("latin-1") in _FORWARDED}
+        headers = _forwarded_headers(request)
         value = await asyncio.to_thread(parse, body, max_depth=self._settings.max_json_depth)
         path = request.url.path
         if (other := self._others.get(str(value.get("model")))) is not None:
@@ -178,11 +163,11 @@ class Service:
             tokens, fits = await asyncio.to_thread(self._check_whole, body, value)
             self._admit(request, client, tokens)
             # Worker and decode server log the same name.
-            headers.setdefault(_REQUEST_ID, uuid.uuid4().hex.encode())
+            headers.setdefault(_REQUEST_ID, uuid.uuid4().hex)
             tokens = tokens if fits else 0
             whole = PrefillRequest(path=path, body=body, headers=headers, tokens=tokens, deadline_s=deadline_s)
             response = await _unless_disconnected(request, self._answers.answer(whole, value))
-            response.headers.setdefault("X-Request-Id", headers[_REQUEST_ID].decode("latin-1"))
+            response.headers.setdefault(_REQUEST_ID, headers[_REQUEST_ID].encode().decode("latin-1"))
             return response
         body, tokens = await asyncio.to_thread(self._validate, body, value)
         self._admit(request, client, tokens)
@@ -201,19 +186,19 @@ class Service:
             *(server.get("/v1/models") for server in self._others.values()), return_exceptions=True
         )
         for name, answer in zip(self._others, answers, strict=True):  # without those whose server does not answer
-            if isinstance(answer, httpx.Response) and answer.is_success:
+            if isinstance(answer, ServerResponse) and answer.is_success:
                 listed += [model for model in models_of(answer.content) if model.get("id") == name]
         return JSONResponse(object_of(own.content) | {"data": listed})
 
-    async def _own_models(self) -> httpx.Response:
+    async def _own_models(self) -> ServerResponse:
         if self._answers is not None:
             return await self._answers.models()
         for worker in [worker for worker in self._fleet.workers if worker.up]:
             try:
-                return await self.client.get(f"{worker.url}/v1/models", timeout=self._settings.answer_slack_s)
-            except httpx.ConnectError:
+                return await self.inner.ask("GET", f"{worker.url}/v1/models", total_s=self._settings.answer_slack_s)
+            except Unreachable:
                 self._fleet.set_up(worker, False)
-            except httpx.TransportError:  # slow is not dead
+            except Lost:  # slow is not dead
                 continue
         raise Refusal(503, "no worker answers", retry_after_s=1)
 
@@ -222,11 +207,11 @@ class Service:
         self._authorize(request)
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
-    async def health(self) -> Response:
+    async def health(self, _: Request) -> Response:
         """Return an empty response: the process answers."""
         return Response()
 
-    async def ready(self) -> Response:
+    async def ready(self, _: Request) -> Response:
         """Return whether requests are served: by the decode server, or without one by a worker with bubbles ahead."""
         workers = self._fleet.workers
         state = {
@@ -405,11 +390,21 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _answer(response: httpx.Response, ticket: Ticket) -> Response:
+def _forwarded_headers(request: Request) -> dict[str, str]:
+    """Return the client's headers for the servers, without those that are not UTF-8, which aiohttp cannot send."""
+    found = {}
+    for key, value in request.headers.raw:
+        if (name := key.decode("latin-1")) in _FORWARDED:
+            with contextlib.suppress(UnicodeDecodeError):
+                found[name] = value.decode()
+    return found
+
+
+def _answer(response: ServerResponse, ticket: Ticket) -> Response:
     expected_ms = (ticket.expected_s - ticket.placed_s) * 1e3
     return _forwarded(response, {"X-Weft-Worker": str(ticket.worker), "X-Weft-Predicted-Ms": f"{expected_ms:.0f}"})
 
 
-def _forwarded(response: httpx.Response, headers: dict[str, Any]) -> Response:
+def _forwarded(response: ServerResponse, headers: dict[str, Any]) -> Response:
     media_type = response.headers.get("content-type", "application/json")
-    return Response(response.content, status_code=response.status_code, headers=headers, media_type=media_type)
+    return Response(response.content, status_code=response.status, headers=headers, media_type=media_type)

@@ -189,7 +189,7 @@ def check_decode(config: WeftConfig) -> None:
     decode = config.inference.decode
     if not decode.enabled:
         return
-    missing = [name for name in ("fastapi", "uvicorn", "httpx", "prometheus_client") if find_spec(name) is None]
+    missing = [name for name in ("aiohttp", "starlette", "uvicorn", "prometheus_client") if find_spec(name) is None]
     if missing:
         raise ValueError(f"{', '.join(missing)}: not installed; pip install 'weft[serve]'")
     for problem in problems_of(decode.arguments, DECODE_REMEDIES):

@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import json
 import time
+from functools import partial
 
 import httpx
 
 from weft.conf.schema import ControllerConfig, PrefillConfig, PrefillWorkerConfig
 from weft.inference.controller.clients import Clients
 from weft.inference.controller.fleet import Fleet
+from weft.inference.controller.server_connections import Lost, ServerResponse, Servers, Unreachable
 from weft.inference.controller.service import Service
 
 PATH = "/v1/completions"
@@ -182,8 +184,50 @@ class _Events(httpx.AsyncByteStream):
         else:
             yield b'"a"}]}\n\ndata: [DONE]\n\n'
 
-    async def aclose(self):
+    def close(self):
         self.servers.cancelled.append("stream")
+
+
+class Through(Servers):
+    """Sends requests through a transport of httpx instead of over connections."""
+
+    def __init__(self, transport, *, headers=None, keeps=False):
+        super().__init__(headers=headers, keeps=keeps)
+        self.transport = transport
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        pass
+
+    async def open(self, method, url, content=b"", headers=None, *, connect_s=None, total_s=None):
+        sent = {name: value.encode() for name, value in {**(self._headers or {}), **(headers or {})}.items()}
+        request = httpx.Request(method, url, content=content or None, headers=sent)
+        request.extensions = {"timeout": {"read": total_s}}
+        try:
+            return _Response(await self.transport.handle_async_request(request))
+        except httpx.ConnectError as error:
+            raise Unreachable from error
+        except httpx.TransportError as error:
+            raise Lost from error
+
+
+class _Response(ServerResponse):
+    def __init__(self, response):
+        super().__init__(response.status_code, dict(response.headers))
+        self.response = response
+
+    async def parts(self):
+        try:
+            async for part in self.response.stream:
+                yield part
+        except httpx.TransportError as error:
+            raise Lost from error
+
+    def close(self):
+        if isinstance(self.response.stream, _Events):
+            self.response.stream.close()
 
 
 def fleet_of(workers, boards=None, prefill=None, cost="", decoders=None, **settings):
@@ -228,7 +272,7 @@ async def controller(
         allow_decode=allow_decode,
         decode_url=decode_url,
         continues=continues,
-        transport=None if over_tcp else workers,
+        servers=Servers if over_tcp else partial(Through, workers),
     ).app()
     async with (
         app.router.lifespan_context(app),

@@ -349,9 +349,9 @@ async def test_no_decode_server_gets_a_request_on_a_connection_that_another_has_
         writer.close()
 
     service = Service(*fleet_of(FakeWorkers(1), None), count=len, clients=Clients("", ""))
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, service.outer_client as client:
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, service.outer as servers:
         for _ in range(3):
-            await client.get(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/health")
+            await servers.ask("GET", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/health")
     assert len(set(peers)) == 3
 
 

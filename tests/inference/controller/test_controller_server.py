@@ -4,15 +4,17 @@ import asyncio
 import contextlib
 import json
 import socket
+from functools import partial
 
 import pytest
 import uvicorn
 
-from tests.inference.controller.fake_workers import DECODE, EVENTS, FakeWorkers, fleet_of
+from tests.inference.controller.fake_workers import DECODE, EVENTS, FakeWorkers, Through, fleet_of
 from weft.conf.schema import PrefillWorkerConfig, WeftConfig
 from weft.inference.controller.clients import Clients
 from weft.inference.controller.prompts import counter
 from weft.inference.controller.server import app_of, server_config
+from weft.inference.controller.server_connections import Servers
 from weft.inference.controller.service import Service
 
 PREFILL = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()
@@ -24,9 +26,10 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 async def server(workers, decode_url="", *, over_tcp=False, continues=False, **settings):
     """The port of a controller that listens, and its fleet. Over TCP it reaches the decode server, but no worker."""
     fleet, config = fleet_of(workers, **{"probe_s": 60.0, "receive_timeout_s": 0.3, **settings})
-    transport = None if over_tcp else workers
-    servers = {"decode_url": decode_url, "continues": continues, "transport": transport}
-    app = Service(fleet, config, count=len, clients=Clients(""), **servers).app()
+    servers = Servers if over_tcp else partial(Through, workers)
+    app = Service(
+        fleet, config, count=len, clients=Clients(""), decode_url=decode_url, continues=continues, servers=servers
+    ).app()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         running = uvicorn.Server(server_config(app, config))

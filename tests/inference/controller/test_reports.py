@@ -8,6 +8,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from tests.inference.controller.fake_workers import Through
 from weft.inference.board.writer import BoardWriter
 from weft.inference.controller.reports import ReportedBubbles, read_report
 from weft.inference.placement.prefill_cost import PrefillCost
@@ -36,8 +37,8 @@ def worker(tmp_path, monkeypatch):
 
 
 async def report_of(transport, key="secret", *, stages=2, horizon_s=10.0):
-    async with httpx.AsyncClient(transport=transport, headers={"Authorization": "Bearer secret"}) as client:
-        return await read_report(client, URL, key, stages=stages, quantile=0.9, horizon_s=horizon_s, timeout_s=5.0)
+    async with Through(transport, headers={"Authorization": "Bearer secret"}) as servers:
+        return await read_report(servers, URL, key, stages=stages, quantile=0.9, horizon_s=horizon_s, timeout_s=5.0)
 
 
 async def test_a_report_has_the_bubbles_and_costs_of_each_stage(worker):
