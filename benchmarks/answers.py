@@ -186,6 +186,7 @@ def _figures(answers: Sequence[Streamed], stock: Sequence[Streamed], steps: Sequ
         "in bubbles": sum(answer.by_worker for answer in answers),
         "first_s": sorted(answer.first_s - answer.begin_s for answer in answers),
         "wait_s": sorted(waits),
+        "no_wait_s": sorted(one.first_s - one.begin_s - wait_s for one, wait_s in zip(answers, waits, strict=True)),
         "later_s": sorted(later),
     }
 
@@ -200,6 +201,7 @@ def _row(name: str, found: Mapping[str, Any]) -> dict[str, object]:
         **{part: found[part] for part in ("answers", "equal", "in bubbles")},
         "first chunk, ms (p50 / p90)": times("first_s"),
         "wait": times("wait_s"),
+        "first chunk without the wait": times("no_wait_s"),
         "later than stock and wait": times("later_s"),
         "tokens/s": f"{median(found['tokens/s']):.0f}",
     }

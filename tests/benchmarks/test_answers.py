@@ -19,6 +19,7 @@ def test_a_prompt_waits_before_and_between_its_steps_and_not_for_those_of_others
     ]
     found = _figures([answer], [stock], steps)
     assert found["wait_s"] == [pytest.approx(2.5)]
+    assert found["no_wait_s"] == [pytest.approx(4.5 - 2.5)]
     assert found["later_s"] == [pytest.approx(4.5 - 2.5 - 1.25)]
     assert (found["answers"], found["equal"], found["in bubbles"]) == (1, 1, 1)
 
