@@ -18,15 +18,20 @@ class Call:
             ``gather``, ``scatter``, ``barrier``, ``send`` or ``recv``.
         ranks: the members' global ranks.
         num_hosts: number of hosts of the members.
-        crosses: True if the members are at several sites.
+        sites: numbers of the members' sites.
         num_bytes: size of the sum, or of all members' parts together.
     """
 
     operation: str
     ranks: tuple[int, ...]
     num_hosts: int
-    crosses: bool
+    sites: tuple[int, ...]
     num_bytes: int
+
+    @property
+    def crosses(self) -> bool:
+        """True if the members are at several sites."""
+        return len(self.sites) > 1
 
 
 class Step(Protocol):

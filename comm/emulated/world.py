@@ -72,7 +72,7 @@ class EmulatedWorld(Job):
         self.answers: dict[GatherPurpose, Callable[[int, Any], Any]] = {GatherPurpose.host: lambda rank, _: hosts(rank)}
         self._hosts, self._sites = hosts, sites
         self._made: dict[tuple[int, ...], int] = {}
-        self._spreads: dict[tuple[int, ...], tuple[int, bool]] = {}
+        self._spreads: dict[tuple[int, ...], tuple[int, tuple[int, ...]]] = {}
 
     def join(self) -> None:
         """Make this process rank `rank` of torch.distributed, without a rendezvous and with a store of its own."""
@@ -149,11 +149,11 @@ class EmulatedWorld(Job):
         call = Call(operation, ranks, *self._spread(ranks), num_bytes)
         return ready_s + self.collective_s(call)
 
-    def _spread(self, ranks: tuple[int, ...]) -> tuple[int, bool]:
-        """Return the number of hosts of ``ranks``, and whether they are at several sites."""
+    def _spread(self, ranks: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        """Return the number of hosts of ``ranks``, and their sites."""
         if ranks not in self._spreads:
             hosts, sites = {self._hosts(rank) for rank in ranks}, {self._sites(rank) for rank in ranks}
-            self._spreads[ranks] = len(hosts), len(sites) > 1
+            self._spreads[ranks] = len(hosts), tuple(sorted(sites))
         return self._spreads[ranks]
 
 

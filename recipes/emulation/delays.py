@@ -10,15 +10,19 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
+from itertools import permutations, starmap
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from weft.comm.collectives.collective import Primitive
 from weft.comm.collectives.costs import AlphaBeta, CollectiveCosts
 from weft.comm.collectives.group import LinkClass
 from weft.comm.emulated.operation_log import EmulationError
 from weft.comm.emulated.step import Call
-from weft.conf.host.documents import parse_json, read_text
+from weft.conf.host.documents import read_text
+from weft.pipeline.costs import CostModel
 
 ENTRY_POINTS = "weft.delay_models"
 """Group of entry points with which packages provide delay models by name."""
@@ -49,13 +53,13 @@ class Job:
     Attributes:
         collectives: measured costs of collectives over each class of link, or None without measurements.
         links: costs of links inside a node (``intra``) and between nodes of a site (``inter``).
-        wan: cost of the link between two sites, or None if there is one site.
+        costs: the job's planned costs; `CostModel.link` returns the link between two sites.
     """
 
     num_ranks: int
     collectives: CollectiveCosts | None
     links: Mapping[LinkClass, AlphaBeta]
-    wan: AlphaBeta | None = None
+    costs: CostModel
 
 
 class DelayModel:
@@ -76,8 +80,9 @@ class DelayModel:
         link = link_of(call)
         line = self.job.links[LinkClass.intra if link is LinkClass.intra else LinkClass.inter]
         inside_s = math.ceil(math.log2(size)) * line.alpha_s + call.num_bytes * line.beta_s
-        if call.crosses and self.job.wan is not None:  # leaders of sites exchange once
-            return inside_s + self.job.wan.alpha_s + call.num_bytes * self.job.wan.beta_s
+        if call.crosses:  # leaders of sites exchange once
+            between = starmap(self.job.costs.link, permutations(call.sites, 2))
+            return inside_s + max(wan.latency_s + wan.transit_s(call.num_bytes) for wan in between)
         primitive = _PRIMITIVES.get(call.operation)
         if primitive is None or (link, primitive) not in self._costs.table:
             return inside_s
@@ -117,11 +122,10 @@ class TraceDelays(DelayModel):
         """
         super().__init__(job)
         try:
-            self._seconds: dict[str, dict[str, float]] = parse_json(read_text(Path(file).expanduser()))["compute"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise EmulationError(
-                f"--delays trace:{file}: cannot be read: {error}; `weft emulate --record FILE` writes one"
-            ) from error
+            text = read_text(Path(file).expanduser())
+            self._seconds = msgspec.json.decode(text, type=dict[str, dict[str, dict[str, float]]])["compute"]
+        except (ValueError, KeyError, msgspec.MsgspecError) as error:
+            raise EmulationError(f"--delays trace:{file}: {error}; `weft emulate --record FILE` writes one") from error
 
     def compute_s(self, rank: int, action: str, seconds: float) -> float:
         """Return the recorded seconds, or the planned seconds for an action without a record."""

@@ -184,7 +184,7 @@ class Session:
             return costs
         zero = self._job.config.zero.stage
         hosts = hosts_of(self._job.config, self._setting.per_host)
-        spread = len({hosts(rank) for rank in ranks}), False
+        spread = len({hosts(rank) for rank in ranks}), (0,)
 
         def seconds(operation: str, num_bytes: int) -> float:
             return self._delays.collective_s(Call(operation, ranks, *spread, num_bytes))
@@ -205,7 +205,7 @@ class Session:
             num_ranks=self.world.size,
             collectives=facts.collectives,
             links={LinkClass.intra: _line(setting.inside), LinkClass.inter: _line(setting.between)},
-            wan=_line(setting.what_if.costs(self.plan.costs).wan) if len(facts.layout.sites) > 1 else None,
+            costs=setting.what_if.costs(self.plan.costs),
         )
         name, make = delay_model(setting.delays)
         return CheckedDelays(name, make, job)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -16,16 +17,22 @@ from weft.comm.collectives.group import LinkClass
 from weft.comm.emulated.operation_log import EmulationError
 from weft.comm.emulated.step import Call
 from weft.comm.emulated.world import EmulatedWorld
+from weft.pipeline.costs import CostModel, LinkCost
 from weft.recipes.emulation.delays import AlphaBetaDelays, CheckedDelays, DelayModel, Job, Message, delay_model
 
 ROOT = Path(__file__).parents[3]
 LINKS = MappingProxyType({LinkClass.intra: AlphaBeta(1.0, 0.5), LinkClass.inter: AlphaBeta(10.0, 5.0)})
-JOB = Job(num_ranks=64, collectives=None, links=LINKS, wan=AlphaBeta(1000.0, 0.0))
+WAN = CostModel(
+    stages=(),
+    wan=LinkCost(latency_s=1000.0),
+    wan_links=(((0, 1), LinkCost(latency_s=100.0)), ((1, 0), LinkCost(bandwidth_bps=64.0, pair_bps=0.5))),
+)
+JOB = Job(num_ranks=64, collectives=None, links=LINKS, costs=WAN)
 MESSAGE = Message("0SEND_F0", 0, 1, crosses=False, num_bytes=1.0)
 
 
-def call(operation="all_reduce", size=4, num_hosts=1, crosses=False, num_bytes=8):
-    return Call(operation, tuple(range(size)), num_hosts, crosses, num_bytes)
+def call(operation="all_reduce", size=4, num_hosts=1, sites=(0,), num_bytes=8):
+    return Call(operation, tuple(range(size)), num_hosts, sites, num_bytes)
 
 
 def test_collectives_by_alpha_and_beta_of_their_link():
@@ -35,13 +42,21 @@ def test_collectives_by_alpha_and_beta_of_their_link():
     assert model.collective_s(call(num_hosts=2)) == model.collective_s(call(num_hosts=4))  # the slow links hold back
     assert model.collective_s(call("all_to_all")) == 3 * 1.0 + 3 / 4 * 8 * 0.5
     assert model.collective_s(call("broadcast")) == 2 * 1.0 + 8 * 0.5
-    assert model.collective_s(call(num_hosts=4, crosses=True)) == 2 * 10.0 + 8 * 5.0 + 1000.0
+    assert model.collective_s(call(num_hosts=4, sites=(1, 2))) == 2 * 10.0 + 8 * 5.0 + 1000.0
     assert model.collective_s(call(size=1)) == 0.0
+
+
+def test_a_collective_over_sites_takes_as_long_as_the_slowest_of_their_links():
+    model = DelayModel(JOB)
+    inside_s = 2 * 10.0 + 8 * 5.0
+    assert model.collective_s(call(num_hosts=4, sites=(0, 1))) == inside_s + 8 * 8 / 0.5  # the limit of a pair of hosts
+    assert model.collective_s(call(num_hosts=4, sites=(0, 1), num_bytes=0)) == 2 * 10.0 + 100.0
+    assert model.collective_s(call(num_hosts=4, sites=(0, 1, 2))) == inside_s + 1000.0
 
 
 def test_measured_costs_come_first():
     costs = CollectiveCosts({(LinkClass.intra, Primitive.all_reduce): AlphaBeta(0.25, 0.0)})
-    model = DelayModel(Job(num_ranks=4, collectives=costs, links=LINKS))
+    model = DelayModel(replace(JOB, collectives=costs))
     assert model.collective_s(call()) == 6 * 0.25
     assert model.collective_s(call("all_gather")) == 2 * 1.0 + 8 * 0.5  # not measured
 
@@ -77,7 +92,8 @@ class Ready:
 def test_an_emulated_collective_takes_as_long_as_its_delay_model_says(operation, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # restores what `join` replaces
-    world, model, calls = EmulatedWorld(rank=1, size=2, hosts=int, sites=int), DelayModel(JOB), []
+    job = replace(JOB, costs=CostModel(stages=(), wan=LinkCost(latency_s=1000.0)))
+    world, model, calls = EmulatedWorld(rank=1, size=2, hosts=int, sites=int), DelayModel(job), []
     world.clock, world.step = Clock(), Ready()
     world.collective_s = lambda call: calls.append(call) or model.collective_s(call)
     world.join()
@@ -85,7 +101,7 @@ def test_an_emulated_collective_takes_as_long_as_its_delay_model_says(operation,
         begun_s = world.clock.now()
         COLLECTIVES[operation](torch.ones(8))
         (call,) = calls
-        assert (call.operation, call.ranks, call.num_hosts, call.crosses) == (operation, (0, 1), 2, True)
+        assert (call.operation, call.ranks, call.num_hosts, call.sites) == (operation, (0, 1), 2, (0, 1))
         assert call.num_bytes == (0 if operation == "barrier" else 32)
         assert world.clock.now() == begun_s + 1 * 10.0 + call.num_bytes * 5.0 + 1000.0
     finally:
@@ -118,7 +134,8 @@ def test_a_trace_says_what_was_recorded(tmp_path):
         ("{folder}/model.py:NotANumber", "is nan; return seconds"),
         ("{folder}/model.py:Text", "is 'soon'; return seconds"),
         ("{folder}/model.py:Later", "collective_s raised KeyError: 'here'"),
-        ("trace:{folder}/none.json", "trace:.*none.json: cannot be read"),
+        ("trace:{folder}/none.json", "trace:[^ ]*none.json: cannot be read [(].*No such file.*[)]; give .*; `weft emu"),
+        ("trace:{folder}/list.json", "trace:[^ ]*list.json: Expected `object`, got `array`.*; `weft emulate --record"),
     ],
 )
 def test_what_is_wrong_is_one_clear_error(tmp_path, given, message):
@@ -130,6 +147,7 @@ def test_what_is_wrong_is_one_clear_error(tmp_path, given, message):
         "class Text(DelayModel):\n    def collective_s(self, call): return 'soon'\n"
         "class Later(DelayModel):\n    def collective_s(self, call): return {}['here']\n"
     )
+    (tmp_path / "list.json").write_text('{"compute": [7]}')
     with pytest.raises(EmulationError, match=message):
         name, make = delay_model(given.format(folder=tmp_path))
         CheckedDelays(name, make, JOB).collective_s(call())
@@ -159,7 +177,7 @@ def test_the_packet_model_in_the_docs_queues_behind_other_traffic_between_sites(
     num_bytes = 9000 * 10_000
     late_s = model.late_s(Message("0SEND_F0", 0, 1, crosses=True, num_bytes=num_bytes))
     assert late_s == pytest.approx(0.2 * 8 * num_bytes / 5e9, rel=0.05)
-    near, far = call(num_hosts=4, num_bytes=num_bytes), call(num_hosts=4, crosses=True, num_bytes=num_bytes)
+    near, far = call(num_hosts=4, num_bytes=num_bytes), call(num_hosts=4, sites=(0, 1), num_bytes=num_bytes)
     assert model.collective_s(near) == plain.collective_s(near)
     assert model.collective_s(far) - plain.collective_s(far) == pytest.approx(late_s, rel=0.1)
 
