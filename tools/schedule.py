@@ -6,13 +6,10 @@ import argparse
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from errno import EISDIR
-from os import strerror
 from pathlib import Path
 
-from weft.conf.host.files import write_atomic
+from weft.conf.host.files import require_writable, write_atomic
 from weft.conf.schema.parallel import MOST_JITTER_SAMPLES
 from weft.pipeline.cell import add_relays, side_by_side
 from weft.pipeline.choice import Choice, choose, placements
@@ -42,6 +39,7 @@ def main(argv: list[str]) -> int:
     """
     args = _parser().parse_args(argv)
     _check_numbers(args)
+    require_output(args)
     if args.kind == "auto" and args.placement in (None, "any"):
         choice = _choose(args)
         schedule, costs = choice.best.schedule, choice.best.costs
@@ -221,27 +219,21 @@ def _choice_lines(choice: Choice, what: str) -> Iterator[str]:
 
 
 def emit(text: str, out: Path | None) -> None:
-    """Write ``text`` to a file, or print it. Raise ValueError if the file cannot be written."""
+    """Write ``text`` to a file, or print it."""
     if out is None:
         sys.stdout.write(text)
     else:
-        with _writing(out):
-            write_atomic(out, text)
+        write_atomic(out, text)
 
 
-def draw(timeline: Timeline, form: str, out: Path | None) -> None:
-    """Write a PNG or a Perfetto trace. Raise ValueError if no file was named, or it cannot be written."""
-    if out is None:
-        raise ValueError(f"--format={form}: it writes a file; name it with --out")
-    with _writing(out):
-        {"png": plot_timelines, "perfetto": write_perfetto}[form]([timeline], out)
+def draw(timeline: Timeline, form: str, out: Path) -> None:
+    """Write a PNG or a Perfetto trace."""
+    {"png": plot_timelines, "perfetto": write_perfetto}[form]([timeline], out)
 
 
-@contextmanager
-def _writing(out: Path) -> Iterator[None]:
-    try:
-        if out.is_dir():  # also what an empty name stands for
-            raise IsADirectoryError(EISDIR, strerror(EISDIR))
-        yield
-    except OSError as error:
-        raise ValueError(f"--out={out}: cannot be written ({error.strerror}); choose another file") from error
+def require_output(args: argparse.Namespace) -> None:
+    """Check ``--format`` and ``--out`` before the work begins. Raise ValueError if the file cannot be written."""
+    if args.out is not None:
+        require_writable("--out", args.out)
+    elif args.format in ("png", "perfetto"):
+        raise ValueError(f"--format={args.format}: it writes a file; name it with --out")

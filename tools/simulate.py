@@ -15,7 +15,7 @@ from weft.pipeline.simulation import simulate
 from weft.pipeline.text import jitter_text, timeline_text
 from weft.pipeline.timeline import Timeline
 from weft.pipeline.validation import validate
-from weft.tools.schedule import costs_of, draw, emit
+from weft.tools.schedule import costs_of, draw, emit, require_output
 
 
 def main(argv: list[str]) -> int:
@@ -25,6 +25,7 @@ def main(argv: list[str]) -> int:
         ValueError: a file cannot be read, or the schedule cannot run; the message names the place.
     """
     args = _parser().parse_args(argv)
+    require_output(args)
     schedule = load_schedule(args.schedule)
     validate(schedule)
     costs = costs_of(args.costs, schedule.placement)

@@ -50,7 +50,8 @@ def write_atomic(path: Path, text: str) -> None:
 
 def require_writable(option: str, file: Path) -> None:
     """Check before the work for it begins that a file can be written. Raise ValueError that names the option if not."""
-    if file.is_dir() or not os.access(file.absolute().parent, os.W_OK):
+    is_too_long = len(os.fsencode(file.name)) > 255 - len(f".{uuid4().hex}.")
+    if is_too_long or file.is_dir() or not os.access(file.absolute().parent, os.W_OK):
         raise ValueError(f"{option} {file}: cannot be written; name a file in a folder that is there")
 
 

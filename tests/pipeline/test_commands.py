@@ -202,9 +202,9 @@ def test_default_placements(kind, layout, sites, chunks, placement):
         (("--jitter-samples", "4"), "--jitter-samples=4: 1f1b depends on no costs; choose auto, or 0"),
         (("--microbatches", "1000000000"), "pipeline.microbatches=1000000000: 1.2e+10 actions on 4 virtual stages"),
         (("--ranks", "1000000000"), "--ranks=1000000000: expected a whole number of at least 1 and at most 100000"),
-        (("--out", ""), "--out=.: cannot be written (Is a directory); choose another file"),
-        (("--format", "json", "--out", "/proc/nowhere/s.json"), "--out=/proc/nowhere/s.json: cannot be written"),
-        (("--format", "png", "--out", "/proc/nowhere/s.png"), "--out=/proc/nowhere/s.png: cannot be written"),
+        (("--out", 230 * "n"), "nnn: cannot be written; name a file"),
+        (("--out", ""), "--out .: cannot be written; name a file in a folder that is there"),
+        (("--format", "png", "--out", "/proc/nowhere/s.png"), "--out /proc/nowhere/s.png: cannot be written"),
         (("--memory-cap", "3"), "rank 0 would hold 4 bytes of activations"),
         (("--costs", "none.yaml"), "costs file none.yaml: cannot be read"),
     ],
@@ -213,6 +213,15 @@ def test_bad_options_are_refused_with_a_remedy(capsys, words, message):
     said = refused(capsys, "schedule", "1f1b", "--ranks", 4, "--microbatches", 8, *words)
     assert message in said
     assert len(said.splitlines()) == 1 or "<-- ERROR HERE" in said
+
+
+def test_no_folder_is_created_for_a_misspelt_path(capsys, tmp_path):
+    schedule, file = tmp_path / "s.json", tmp_path / "none/file"
+    words = ("schedule", "1f1b", "--ranks", 2, "--microbatches", 2)
+    run(capsys, *words, "--format", "json", "--out", schedule)
+    for command in (words, ("simulate", schedule)):
+        assert f"--out {file}: cannot be written; name a file" in refused(capsys, *command, "--out", file)
+    assert not file.parent.exists()
 
 
 def test_simulate_refuses_what_cannot_run(capsys, tmp_path):
