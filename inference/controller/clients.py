@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 MOST_FILE_BYTES = 2**20
 MINUTE_S = 60.0
+LEAST_RATE, MOST = 1e-6, 1e12
+"""Smallest rate in a minute, and largest limit."""
 BUSY_RETRY_S = 1
 
 
@@ -66,10 +68,17 @@ class Client:
     """One client: its limits, and what it has used."""
 
     def __init__(self, name: str, key: str, limits: Limits, ledger: Ledger | None = None) -> None:
-        self.name, self.key, self.limits = name, key, limits
-        self._ledger = ledger or Ledger()
-        others, per_minute = self._ledger.others(name), (limits.requests_per_minute, limits.tokens_per_minute)
-        self._buckets = [_Bucket(most, used) for most, used in zip(per_minute, others, strict=False)]
+        self.name, self._ledger = name, ledger or Ledger()
+        self._buckets = [_Bucket(inf, used) for used in self._ledger.others(name)[:2]]
+        self.update(key, limits)
+
+    def update(self, key: str, limits: Limits) -> None:
+        """Replace key and limits. What the client has used stays counted."""
+        self.key, self.limits = key, limits
+        for bucket, per_minute in zip(
+            self._buckets, (limits.requests_per_minute, limits.tokens_per_minute), strict=True
+        ):
+            bucket.resize(per_minute)
 
     def count_others(self) -> float:
         """Count what the client has used of other controllers. Return its requests that are in progress there."""
@@ -113,8 +122,13 @@ class _Bucket:
     """A token bucket that may be overdrawn once, so that a request larger than the bucket is served too."""
 
     def __init__(self, per_minute: float, used_of_others: float) -> None:
-        self.per_minute = self._level = per_minute
+        self.per_minute, self._used = per_minute, 0.0
         self._at_s, self._used_of_others = time.monotonic(), used_of_others
+
+    def resize(self, per_minute: float) -> None:
+        """Change the rate. A smaller bucket is at worst empty, or overdrawn by as much as before."""
+        self._used = min(self._used, max(per_minute, self._used + per_minute - self.per_minute))
+        self.per_minute = per_minute
 
     def count_others(self, now_s: float, used: float) -> None:
         """Fill the bucket, and take what others have used since the last call: little, if calls are frequent.
@@ -123,7 +137,7 @@ class _Bucket:
             used: the total of others, which falls when one of them ends.
         """
         filled = (now_s - self._at_s) * self.per_minute / MINUTE_S
-        self._level, self._at_s = min(self.per_minute, self._level + filled), now_s
+        self._used, self._at_s = max(0.0, self._used - filled), now_s
         self.take(max(0.0, used - self._used_of_others))
         self._used_of_others = used
 
@@ -131,10 +145,10 @@ class _Bucket:
         if self.per_minute == inf:
             return 0.0
         least = min(1.0, self.per_minute)
-        return max(0.0, least - self._level) * MINUTE_S / self.per_minute
+        return max(0.0, least - (self.per_minute - self._used)) * MINUTE_S / self.per_minute
 
     def take(self, amount: float) -> None:
-        self._level -= amount
+        self._used += amount
 
 
 class Clients:
@@ -194,8 +208,10 @@ class Clients:
         except ValueError as error:
             log.warning("the clients stay as they were: %s", error)
             return
-        before = {(client.name, client.key, client.limits): client for client in self._listed}
-        self._listed = [before.get((client.name, client.key, client.limits), client) for client in listed]
+        before = {client.name: client for client in self._listed}
+        self._listed = [before.get(client.name, client) for client in listed]
+        for client, read in zip(self._listed, listed, strict=True):
+            client.update(read.key, read.limits)
 
     def _read(self) -> list[Client]:
         if self._path is None:
@@ -230,6 +246,8 @@ def _client(name: str, value: Any, where: str, ledger: Ledger) -> Client:
     for field, number in limits.items():
         if field not in known:
             raise ValueError(f"{where}: {name}.{field} is not a limit; the limits are {', '.join(known)}")
-        if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
-            raise ValueError(f"{where}: {name}.{field}={number!r}: give a number above 0")
+        least, kind, what = (1, int, "an integer") if field == "at_once" else (LEAST_RATE, int | float, "a number")
+        if isinstance(number, bool) or not isinstance(number, kind) or not least <= number <= MOST:
+            why = f"give {what} from {least:g} to {MOST:g} without quotes, or leave it out for no limit"
+            raise ValueError(f"{where}: {name}.{field}={number!r}: {why}")
     return Client(name, value["key"].strip(), Limits(**limits), ledger)

@@ -1,6 +1,7 @@
 """Clients: who has no key or uses too much is refused, with the time after which it may try again."""
 
 import asyncio
+import contextlib
 import os
 import time
 
@@ -41,8 +42,19 @@ def bearer(key):
         ("alice: {key: 12}", 0o600, "in quotes"),
         ("alice: {key: ' '}", 0o600, "alice has no key"),
         ("alice: {key: a, at_most: 3}", 0o600, "alice.at_most is not a limit; the limits are requests_per_minute"),
-        ("alice: {key: a, at_once: 0}", 0o600, "at_once=0: give a number above 0"),
-        ("alice: {key: a, at_once: .nan}", 0o600, "at_once=nan"),
+        *(
+            (f"alice: {{key: a, at_once: {number}}}", 0o600, r"alice.at_once=.+: give an integer from 1 to 1e\+12")
+            for number in (0, 0.5, 1.5, -1, ".nan", ".inf", "'8'", "true", "[8]", 10**400)
+        ),
+        *(
+            (
+                f"alice: {{key: a, {field}_per_minute: {number}}}",
+                0o600,
+                rf"{field}_per_minute=.+: give a number from 1e-06",
+            )
+            for field in ("requests", "tokens")
+            for number in (0, -1, ".nan", ".inf", "5e-324", "'60'", "true", "null", 10**400)
+        ),
         ("alice: {key: a}\nbob: {key: a}", 0o600, "the key of another client"),
         ("alice: {key: default}", 0o600, "the key of another client"),
         ("alice: {key: schl\u00fcssel}", 0o600, "alice: the key has characters that an HTTP header cannot carry"),
@@ -75,6 +87,27 @@ def test_a_changed_file_holds_at_once_and_a_damaged_one_changes_nothing(clients_
     assert clients.of("Bearer c").name == "carol"
     path.unlink()
     assert clients.of("Bearer c").name == "carol"
+
+
+def test_an_edit_of_a_client_keeps_what_it_has_used(clients_file, monkeypatch):
+    monkeypatch.setattr(module.time, "monotonic", lambda: 0.0)
+    path = clients_file("alice: {key: a, requests_per_minute: 4}")
+    clients, served = Clients("", str(path)), []
+    for version, edited in enumerate(["key: a, requests_per_minute: 4", "key: b, requests_per_minute: 6, at_once: 9"]):
+        clients_file(f"alice: {{{edited}}}")
+        os.utime(path, (version, version))
+        client = clients.of(f"Bearer {edited[5]}")
+        served.append(0)
+        with contextlib.suppress(Refusal):
+            while True:
+                with client.admitted(1):
+                    served[-1] += 1
+    assert served == [4, 2]
+    clients_file("alice: {key: b, requests_per_minute: 1}")
+    os.utime(path, (2, 2))
+    with pytest.raises(Refusal) as refused, clients.of("Bearer b").admitted(1):
+        pass
+    assert refused.value.retry_after_s == 60, "a smaller bucket is empty, and no more"
 
 
 @given(per_minute=st.floats(0.5, 1e4), amounts=st.lists(st.tuples(st.floats(0, 30), st.integers(1, 5000)), max_size=40))
