@@ -48,8 +48,8 @@ WAN_MBPS = "weft_wan_mbps"
 SPANNING = "vllm_remote_stage.stage_worker"
 """Creates the stages of a worker of which some are on other hosts."""
 
-UNLOGGED = "--disable-uvicorn-access-log"
-"""Health checks come every second, and the logs are in the host's shared memory."""
+UNLOGGED = "--uvicorn-log-level=error"
+"""Without a line for each request, health check, or text of a stranger that is not HTTP: logs are in shared memory."""
 
 STAGE_TIMEOUT_S = 86400
 """Longest wait for a step, in seconds: a step in a pipeline waits as long as training keeps a rank busy."""

@@ -10,7 +10,6 @@ import pytest
 from weft.conf.checks import check
 from weft.conf.schema import DecodeConfig, KvConnector, WeftConfig
 from weft.inference.worker.command import (
-    UNLOGGED,
     WAN_MBPS,
     addresses,
     command,
@@ -117,7 +116,7 @@ def test_a_workers_command_has_its_settings(config, gpus):
     settings = WorkerSettings.of(json.loads(option(words, "--additional-config")))
     assert settings == settings_of(config, worker, trace_file="/tmp/t.jsonl")
     assert settings.guard_s == 0.0125
-    assert {"--no-async-scheduling", UNLOGGED} <= set(words)
+    assert {"--no-async-scheduling", "--uvicorn-log-level=error"} <= set(words)
     assert ("--gpu-memory-utilization" in words) == bool(gpus)
     assert option(words, "--middleware") == "weft.inference.worker.vllm_middleware.PrefillOnlyMiddleware"
     config.inference.prefill.allow_decode = True
@@ -182,7 +181,7 @@ def test_the_decode_server_fetches_from_equal_workers_only_and_computes_what_it_
     assert transfer["kv_load_failure_policy"] == "recompute"
     assert transfer["kv_connector_extra_config"]["enforce_handshake_compat"] is True
     assert option(words, "--dtype") == "float32" and option(words, "--model") == config.inference.prefill.model
-    assert {"--enable-scale-out", UNLOGGED} <= set(words)  # the first lets it render prompts
+    assert {"--enable-scale-out", "--uvicorn-log-level=error"} <= set(words)  # the first lets it render prompts
     assert ("--enforce-eager" in words) == ("--kv-cache-memory-bytes" in words) == (not gpus)
     env = decode_environment(config, {}, key="s3cret", package=tmp_path)
     assert env["VLLM_API_KEY"] == "s3cret" and env.get("CUDA_VISIBLE_DEVICES", "") == ",".join(gpus)
