@@ -9,6 +9,7 @@ from typing import Any
 
 from weft.pipeline.planner.cluster import Cluster
 from weft.pipeline.planner.layout import Shape
+from weft.pipeline.planner.network import Network
 from weft.pipeline.planner.request import PINS, Request
 from weft.pipeline.planner.shapes import shapes
 from weft.pipeline.text import bytes_text
@@ -75,18 +76,21 @@ class Refusals:
 
     def _no_shape(self) -> str:
         """Return an error that names a pinned value that no layout has, with possible values."""
-        pins = self._request.pins
+        pins, network = self._request.pins, Network(self._cluster)
         for name, value in pins.items():
             if name == "microbatches" and not self._request.sequences:
                 continue  # an open batch follows from it
             others = replace(self._request, pins={one: held for one, held in pins.items() if one != name})
             is_known = name == "cell" or name in Shape.__dataclass_fields__
             every = shapes(self._cluster, self._work, others) if is_known else ()
-            found = {possible for one in every for possible in _values(one, name)}
+            linked = (
+                one for one in every if network.best_sites(one.routes)
+            )  # there are sites with links to each other
+            found = {possible for one in linked for possible in _values(one, name)}
             if found and value not in found:
                 field = next(field for field, held in PINS.items() if held == name)
                 some = ", ".join(map(str, sorted(found)[:12])) + (", ..." if len(found) > 12 else "")
-                return f"--pin {field}={value}: no layout has it with this batch and these GPUs; choose one of {some}"
+                return f"--pin {field}={value}: no layout has it with this batch, GPUs and links; choose one of {some}"
         return (
             "no layout: the pinned fields, the batch, the GPUs, links, --max-sites and --keep-data-in go with none; "
             "loosen one of them, or choose a --batch-tokens that more numbers of replicas divide"

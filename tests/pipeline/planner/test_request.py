@@ -118,8 +118,15 @@ def test_what_was_refused_most_often_is_why_there_is_no_plan():
         assert "no cut of its layers does, and a plan fills" in one.explained()
 
 
+def test_no_more_routes_are_suggested_than_there_are_sites_with_links_to_each_other():
+    chain = cluster(*map(site, "abcd"))
+    chain = replace(chain, links={pair: chain.links[pair] for pair in ((0, 1), (1, 2), (2, 3))})
+    said = Refusals(chain, model(), replace(REQUEST, sequences=1024, pins={"routes": 3})).explained()
+    assert said.endswith("choose one of 1, 2")
+
+
 def test_a_pin_that_no_layout_has_is_refused_with_possible_values():
-    assert "--pin replicas=7: no layout has it with this batch and these GPUs; choose one of 1, 2, 4" in (
+    assert "--pin replicas=7: no layout has it with this batch, GPUs and links; choose one of 1, 2, 4" in (
         refusals(pins={"replicas": 7}).explained()
     )
     assert refusals(pins={"cell": 7}).explained().startswith("no layout: the pinned fields")
