@@ -16,6 +16,7 @@ from weft.pipeline.limits import count, known_fields, number, short_repr
 MOST_BYTES = 2**20
 _SITE_FIELDS = ("name", "hosts", "gpus_per_host", "gpu", "price", "network_gbps", "region")
 _LINK_FIELDS = ("sites", "latency_ms", "bandwidth_mbps", "pair_mbps", "egress_price")
+_IN_HOST_NAMES = re.compile(r"[a-z0-9][\w.-]{,49}", re.ASCII | re.IGNORECASE)
 _TEXTS = ("sites.*.name", "sites.*.gpu", "sites.*.region", "links.*.sites.*")
 BITS_IN_FLIGHT = 12.2e6
 """Bits in flight of one TCP connection: 1,220 Mbit/s at a delay of 10 ms, 293 at 40 (Atlas table 1)."""
@@ -175,8 +176,11 @@ def _site(data: Any, name: str) -> Site:
         if required not in table:
             raise ValueError(f"{name}.{required}: missing")
     called = table["name"]
-    if called is None or not re.fullmatch(r"[^\s#-]\S*", str(called)) or not str(called).isprintable():
-        raise ValueError(f"{name}.name={short_repr(called)}: expected a word; it is part of host names in a recipe")
+    if called is None or not _IN_HOST_NAMES.fullmatch(str(called)):
+        raise ValueError(
+            f"{name}.name={short_repr(called)}: expected a word of at most 50 letters, digits, dots, hyphens and "
+            "underscores, the first a letter or digit; it is part of host names in a recipe"
+        )
     return Site(
         name=str(called),
         hosts=count(table["hosts"], f"{name}.hosts", least=0, most=10**6),

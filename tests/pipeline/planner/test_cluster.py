@@ -85,6 +85,8 @@ def test_a_link_of_several_sites_is_one_between_every_two(tmp_path):
         (ONE.replace("name: a", 'name: "\\e[2Ja"'), "sites[0].name='\\x1b[2Ja': expected a word"),
         (ONE.replace("name: a", "name: -oProxyCommand=x"), "sites[0].name='-oProxyCommand=x': expected a word"),
         (ONE.replace("name: a", "name: '#a'"), "sites[0].name='#a': expected a word"),
+        (ONE.replace("name: a", "name: site/a"), "sites[0].name='site/a': expected a word"),
+        (ONE.replace("name: a", f"name: {51 * 'a'}"), "aaa': expected a word of at most 50"),
         (ONE.replace("name: a", "name: null"), "sites[0].name=None: expected a word"),
         (ONE.replace("hosts", "host"), "field 'host' is not known"),
         *(
