@@ -195,7 +195,7 @@ class WeftTrainer(Trainer):
         engine = self._ready(max_steps)
         if self.args.save_strategy != "no":
             dtype = EXPORTED.get(engine.weft.train.export_dtype)
-            check_export(engine, Path(self.args.output_dir) / "export", tokenizer=self.processing_class, dtype=dtype)
+            check_export(engine, Path(self.args.output_dir) / "export", tokenizer=self._saved_tokenizer, dtype=dtype)
         if resume_from_checkpoint is not None:
             self._restore(resume_from_checkpoint)
         if engine.weft.checkpoint.on_signal:
@@ -381,13 +381,18 @@ class WeftTrainer(Trainer):
                 folder.mkdir(parents=True, exist_ok=True)
             dist.barrier()
             dtype = EXPORTED.get(self.engine.weft.train.export_dtype)
-            export(self.engine, part, tokenizer=self.processing_class, dtype=dtype)
+            export(self.engine, part, tokenizer=self._saved_tokenizer, dtype=dtype)
             if self.args.should_save:
                 move_into(part, folder)
                 torch.save(self.args, folder / "training_args.bin")
             dist.barrier()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    @property
+    def _saved_tokenizer(self) -> Any:
+        """The processing class that a saved folder gets, or without one the collator's tokenizer, as in `_save`."""
+        return self.processing_class or getattr(self.data_collator, "tokenizer", None)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.engine is not None

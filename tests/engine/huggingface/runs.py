@@ -166,9 +166,13 @@ def weft(
         signalled_at: step in which rank 1 gets a SIGTERM.
     """
     import torch.distributed as dist
+    from transformers import DefaultDataCollator
 
     from weft import WeftTrainer
+    from weft.engine.data.tokenizer import train_bpe
 
+    collator: Any = DefaultDataCollator()
+    collator.tokenizer = train_bpe(["a b"], 260)
     on_device(more.get("use_cpu", False))
     expected = eval_loss_by_hand()
     trainer = (with_own_loss(WeftTrainer) if own_loss else WeftTrainer)(
@@ -176,6 +180,7 @@ def weft(
         arguments(folder, deepspeed=deepspeed, **more),
         train_dataset=Sequences(count),
         eval_dataset=Sequences(8),
+        data_collator=collator,
     )
     if evaluate_first is True:
         found = trainer.evaluate()["eval_loss"]

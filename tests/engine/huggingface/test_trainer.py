@@ -159,6 +159,7 @@ def test_resume_in_another_layout_and_export(tmp_path):
     again = run_ranks(2, weft, str(saved), 40, half, section(1, zero_optimization={"stage": 1}), True, str(saved))[0]
     close(again[-6:], whole[-6:])
     assert (saved / "checkpoint-5").exists()
+    assert (saved / "tokenizer.json").exists(), "without a processing class, that of the collator, as in transformers"
     assert eval_loss_by_hand(str(saved)) == pytest.approx(whole[-1]["eval_loss"], rel=1e-4)
 
 
