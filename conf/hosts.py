@@ -126,3 +126,9 @@ def is_loopback(address: str) -> bool:
 def run_folder(config: WeftConfig) -> Path:
     """Return the folder of a run."""
     return (Path(config.train.output_dir).expanduser() / config.train.name).absolute()
+
+
+def resume_folder(config: WeftConfig) -> Path:
+    """Return the folder of checkpoints, or the checkpoint, that a run resumes from unless it never does."""
+    resume = config.checkpoint.resume
+    return run_folder(config) / "checkpoints" if resume == "auto" else Path(resume).expanduser()

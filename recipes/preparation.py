@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from weft.conf.batch import num_replicas
 from weft.conf.checks import check
 from weft.conf.host.private import write_private
+from weft.conf.hosts import resume_folder
 from weft.conf.schema import DataKind, WeftConfig
 from weft.conf.sources import for_each_source
 from weft.conf.trees import to_tree
@@ -115,7 +116,7 @@ def prepare(
     attempt.set_up.done("self-check")
     loader, evaluation = _loaders(config, tokenizer, folder, kept, host)
     attempt.set_up.done("data")
-    config = _with_steps(config, loader, folder)
+    config = _with_steps(config, loader)
     torch.manual_seed(config.train.seed)
     return _with_skips(config), tokenizer, loader, evaluation
 
@@ -229,7 +230,7 @@ def _start_host_loader(attempt: Attempt) -> HostLoader:
     return host
 
 
-def _with_steps(config: WeftConfig, loader: MicrobatchLoader, folder: Path) -> WeftConfig:
+def _with_steps(config: WeftConfig, loader: MicrobatchLoader) -> WeftConfig:
     """Return the configuration with ``train.epochs`` converted to ``train.steps``, if epochs are set.
 
     Steps that a checkpoint has done may have had more or fewer sequences. Without epochs, print how many of them the
@@ -243,7 +244,7 @@ def _with_steps(config: WeftConfig, loader: MicrobatchLoader, folder: Path) -> W
         if (read := config.train.steps * per_step) > sequences:
             print_once(f"train.steps={config.train.steps}: {read / sequences:.3g} epochs of {sequences} sequences")
         return config
-    done, read = from_rank_zero(lambda: _done(config, folder))
+    done, read = from_rank_zero(lambda: _done(config))
     steps = done + ceil(max(0, sequences - read * config.data.kind.sequences) / per_step)
     print_once(f"{config.train.epochs:g} epochs of {loader.description}: {sequences} sequences, {steps} steps")
     config = replace(config, train=replace(config.train, steps=steps))
@@ -251,12 +252,11 @@ def _with_steps(config: WeftConfig, loader: MicrobatchLoader, folder: Path) -> W
     return config
 
 
-def _done(config: WeftConfig, folder: Path) -> tuple[int, int]:
+def _done(config: WeftConfig) -> tuple[int, int]:
     """Return the steps of the checkpoint in storage to resume from, and the rows of the global order in them."""
-    resume = config.checkpoint.resume
-    if resume == "never":
+    if config.checkpoint.resume == "never":
         return 0, 0
-    for _, manifest in to_resume(folder / "checkpoints" if resume == "auto" else Path(resume)):
+    for _, manifest in to_resume(resume_folder(config)):
         state = manifest.meta["client_state"].get("loader", {"consumed": 0})
         read = state["consumed"]
         skipped = sum(min(after, read) - first for first, after in state.get("left_out", ()) if first < read)

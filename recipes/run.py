@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from weft.conf.hosts import resume_folder
 from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint import CheckpointError, open_checkpoint, set_aside, tagged, to_resume
 from weft.engine.checkpoint.durable import StorageError
@@ -264,7 +265,7 @@ class TrainingRun:
         resume, engine = self.config.checkpoint.resume, self.engine
         if resume == "never":
             return 0
-        where = self._checkpoints if resume == "auto" else Path(resume)
+        where = resume_folder(self.config)
         path = self._restore(where)
         if path is None:
             if resume != "auto":

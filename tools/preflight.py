@@ -21,7 +21,7 @@ from weft.conf.host.owners import own_folder
 from weft.conf.host.private import make_run_folder, make_shared_folder
 from weft.conf.host.terminal import print_error
 from weft.conf.host.triton import kernel_obstacle
-from weft.conf.hosts import is_loopback, read_hostfile, run_folder, world_size
+from weft.conf.hosts import is_loopback, read_hostfile, resume_folder, run_folder, world_size
 from weft.conf.schema import Attention, ChunkedLoss, ClusterManager, DataKind, Float8, Kernels, Precision, WeftConfig
 from weft.conf.sources import for_each_source, sources_of
 from weft.engine.planning.schedules import open_placements, read_costs
@@ -264,7 +264,7 @@ def check_stages(config: WeftConfig) -> None:
 def check_resume(config: WeftConfig) -> None:
     """Check that the checkpoint to resume from exists, and was trained from the same base model."""
     where = config.checkpoint.resume
-    folder = run_folder(config) / "checkpoints" if where == "auto" else Path(where).expanduser()
+    folder = resume_folder(config)
     if where == "never" or (where == "auto" and not folder.is_dir()):
         return
     from weft.engine.checkpoint import check_base_model, to_resume  # imports torch, as other checks need not

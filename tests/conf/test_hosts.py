@@ -2,11 +2,13 @@
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
 from weft.conf import load
-from weft.conf.hosts import ranks_here, read_hostfile
+from weft.conf.hosts import ranks_here, read_hostfile, resume_folder
+from weft.conf.schema import WeftConfig
 
 
 @pytest.mark.parametrize("line", ["-oProxyCommand=x slots=1", "--help slots=1", "a slots=0", "a"])
@@ -75,3 +77,13 @@ def test_a_worker_runs_on_one_host_unless_it_has_several_stages(hostfile):
         load([*stages, "inference.prefill.stages=3"])
     with pytest.raises(ValueError, match=r"inference\.prefill\.ranks_per_worker=4: 2 ranks are not a multiple"):
         load([hostfile, "inference.prefill.model=m", "inference.prefill.ranks_per_worker=4"])
+
+
+@pytest.mark.parametrize(
+    ("resume", "folder"), [("auto", "/home/me/runs/run/checkpoints"), ("~/step-4", "/home/me/step-4"), ("/s", "/s")]
+)
+def test_resume_folder_may_be_in_the_home_folder(monkeypatch, resume, folder):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = WeftConfig()
+    config.train.output_dir, config.checkpoint.resume = "~/runs", resume
+    assert resume_folder(config) == Path(folder)

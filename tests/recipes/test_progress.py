@@ -142,14 +142,14 @@ def test_steps_that_are_taken_back_do_not_count(monkeypatch, clock):
 
 
 @pytest.mark.parametrize(("steps", "printed"), [(5, ""), (25, "train.steps=25: 5 epochs of 40 sequences\n")])
-def test_number_of_epochs_is_printed_if_the_data_is_read_more_than_once(monkeypatch, capsys, tmp_path, steps, printed):
+def test_number_of_epochs_is_printed_if_the_data_is_read_more_than_once(monkeypatch, capsys, steps, printed):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(preparation, "together", lambda action: action())
     config = WeftConfig()
     config.train.steps, config.train.microbatch_size, config.pipeline.microbatches = steps, 2, 4
     loader = SimpleNamespace(is_countable=True, sequences=lambda epochs: 40 * epochs)
-    assert preparation._with_steps(config, loader, tmp_path).train.steps == steps
+    assert preparation._with_steps(config, loader).train.steps == steps
     assert capsys.readouterr().out == printed
 
 
