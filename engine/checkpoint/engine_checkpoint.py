@@ -174,7 +174,7 @@ def restore(engine: Trained, checkpoint: Checkpoint, ranks: Ranks, wanted: Wante
     engine.sharding.publish()
     changed = engine.origin.report(checkpoint.meta.get("origin", {})) if wanted.progress and ranks.rank == 0 else ""
     if changed:
-        log.warning("%s: resumed with other settings: %s", path, changed)
+        log.warning("%s: written with other settings: %s", path, changed)
     return ranks.together(path, lambda: decode(checkpoint.meta["client_state"], checkpoint))
 
 

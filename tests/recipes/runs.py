@@ -242,7 +242,7 @@ def run(settings: Sequence[str], **faults: Any) -> dict[str, Any]:
         except NonFiniteError as error:
             return {"error": str(error), "ranks": error.ranks}
         except ValueError as error:
-            return {"error": str(error), "kind": type(error).__name__}
+            return {"error": str(error), "kind": type(error).__name__, "warnings": warnings}
     engine.destroy()
     return {
         "steps": engine.global_steps,

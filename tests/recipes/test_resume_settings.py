@@ -77,6 +77,7 @@ def test_resume_refuses_another_base_and_lists_other_settings(adapters, tmp_path
     assert contents(tmp_path / "runs" / "run") == before, "a refused run has changed the folder"
     assert all("with which the checkpoint was written" in shape["error"] for shape in shapes)
     assert seed["kind"] == "SharedError" and "another train.seed or data setting" in seed["error"]
+    assert not any("resumed" in line for line in seed["warnings"]), "it was refused"
     config = load(attempts[3]["settings"])
     for check in (lambda: preflight(config, checks=INPUTS), lambda: show(config)):
         with pytest.raises(OtherBaseError, match="other weights"):
