@@ -29,6 +29,7 @@ from weft.inference.controller.peers import Peers
 from weft.inference.controller.prompts import counter
 from weft.inference.controller.reports import ReportedBubbles
 from weft.inference.controller.service import Service
+from weft.inference.controller.tls import Tls, tls_context
 from weft.inference.controller.worker import Bubbles
 from weft.inference.model_sizes import cache_bytes
 from weft.inference.requests import Refusal
@@ -112,13 +113,17 @@ def server_config(app: Starlette, settings: ControllerConfig) -> uvicorn.Config:
         most = settings.max_connections
         idle: dict[_Connection, float] = {}
 
+    context = tls_context(settings)
+
+    def protocol(**given: Any) -> asyncio.BaseProtocol:
+        return Protocol(**given) if context is None else Tls(Protocol(**given), context)
+
     return uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
-        ssl_certfile=settings.ssl_certfile or None,
-        ssl_keyfile=settings.ssl_keyfile or None,
-        http=Protocol,
+        loop="asyncio",
+        http=protocol,  # type: ignore[arg-type]
         ws="none",
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=ceil(settings.drain_s),
@@ -132,9 +137,9 @@ def server_config(app: Starlette, settings: ControllerConfig) -> uvicorn.Config:
 class _Connection(H11Protocol):
     """A client's connection, for clients that are slow, silent, many or wrong. Uvicorn has no such limits.
 
-    It is closed if a request header takes too long to arrive, or the rest of a request that was refused. It is aborted
-    if its client reads nothing of a response for too long. Of more connections than `max_connections`, those without a
-    request are closed, the oldest first.
+    It is closed if a request header, with the TLS handshake before it, takes too long to arrive, or the rest of a
+    request that was refused. It is aborted if its client reads nothing of a response for too long. Of more connections
+    than `max_connections`, those without a request are closed, the oldest first.
     """
 
     receive_timeout_s: float

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import ssl
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -16,6 +15,7 @@ from pathlib import Path
 from weft.comm.key import WanKey
 from weft.conf.hosts import is_loopback
 from weft.conf.schema import KvConnector, WeftConfig
+from weft.inference.controller.tls import tls_context
 from weft.inference.model_sizes import cache_bytes, largest_share, model_bytes, num_layers, num_positions, stage_bytes
 from weft.inference.worker.command import api_key, devices_of, interpreter
 from weft.inference.worker.settings import VLLM_VERSION
@@ -172,8 +172,7 @@ def check_certificate(config: WeftConfig) -> None:
     if not settings.ssl_certfile:
         raise ValueError(f"{where}: a key without a certificate; set inference.controller.ssl_certfile too")
     try:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile or None, password=lambda: b"")
+        tls_context(settings)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{where}: {error}; give PEM files of a certificate and its key, without passphrase"

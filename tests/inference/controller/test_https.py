@@ -1,5 +1,6 @@
 """HTTPS: of the controller, and to the servers behind it."""
 
+import asyncio
 import ssl
 import subprocess
 from pathlib import Path
@@ -34,6 +35,30 @@ async def test_clients_with_the_certificate_are_served_by_https(tmp_path, caplog
             assert answer.status_code == 200
         assert not await ask(port, HEAD + PREFILL), "plain HTTP gets no answer"
     assert not caplog.records
+
+
+@pytest.mark.parametrize("limit", ["count", "time"])
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"])
+async def test_connections_without_a_handshake_lock_no_client_out(tmp_path, monkeypatch, limit, sent):
+    monkeypatch.setattr("weft.inference.controller.server.IDLE_S", 0.0)
+    files, idle = write_certificate(tmp_path), []
+    limits = {"max_connections": 5} if limit == "count" else {"receive_timeout_s": 0.3}
+    async with server(FakeWorkers(1), **{"receive_timeout_s": 60.0, **limits, **files}) as (port, _):
+        for _ in range(20):
+            idle.append(await asyncio.open_connection("127.0.0.1", port))
+            idle[-1][1].write(sent)
+            await asyncio.sleep(0)
+        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=files["ssl_certfile"])) as client:
+            answer = await client.post(f"https://127.0.0.1:{port}/v1/completions", content=PREFILL)
+            assert answer.status_code == 200
+        ends = [asyncio.create_task(reader.read()) for reader, _ in idle]
+        async with asyncio.timeout(5):
+            while sum(end.done() for end in ends) < (20 if limit == "time" else 14):
+                await asyncio.sleep(0.01)
+        assert ends[-1].done() == (limit == "time"), "of many connections the youngest stays"
+        for _, writer in idle:
+            writer.close()
+        await asyncio.gather(*ends, return_exceptions=True)
 
 
 async def test_a_server_is_reached_by_https_if_its_certificate_is_trusted(tmp_path, monkeypatch):
