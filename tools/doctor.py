@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 from weft.conf.features import FEATURES, require
+from weft.tools.parsers import refuse_unused
 
 _CHECKS = {check: f"weft.tools.diagnostics.{check}" for check in ("node", "ring", "cache")} | {
     check: module for feature in FEATURES.values() for check, module in feature.checks.items()
@@ -24,11 +25,14 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="weft doctor", description=__doc__)
     checks = parser.add_subparsers(dest="check", required=True)
-    add_net_options(checks.add_parser("net", help="probe the links between sites", description=NET))
+    net = checks.add_parser("net", help="probe the links between sites", description=NET)
+    add_net_options(net)
     add_node_options(checks.add_parser("node", help="check this host", description=NODE))
     add_ring_options(checks.add_parser("ring", help="check the connections between ranks", description=RING))
     add_cache_options(checks.add_parser("cache", help="list or clear measurements", description=CACHE))
     args = parser.parse_args(argv)
+    if args.check == "net" and args.netbed:
+        refuse_unused(net, argv[1:], ("port", "peer", "congestion"), "--netbed probes its own nodes; leave out one")
     if args.check in _OWNERS:
         require(_OWNERS[args.check], f"weft doctor {args.check}")
     code: int = import_module(_CHECKS[args.check]).run(args)  # most import torch

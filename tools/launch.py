@@ -50,6 +50,9 @@ def run(arguments: Arguments, early: EarlyProcess | None = None) -> int:
         ValueError: bad input, found before any rank starts.
     """
     if arguments.attach:
+        rest = [*arguments.options, *arguments.overrides, arguments.recipe_file, arguments.write]
+        if unused := next(filter(None, rest), None):
+            raise ValueError(f"--attach {arguments.attach}: the run has its settings already; leave out {unused}")
         require("supervision", "weft launch --attach")
         code: int = entry("supervision").drive(Path(arguments.attach).expanduser().absolute(), attach=True)
         return code

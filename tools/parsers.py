@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Sequence
 from math import inf
 from pathlib import Path
 
 from weft.pipeline.costs import LinkCost
 
 INSIDE, BETWEEN = "20,100", "30,50"
+
+
+def refuse_unused(parser: argparse.ArgumentParser, argv: Sequence[str], options: Iterable[str], reason: str) -> None:
+    """Raise ValueError if ``argv`` has one of these options, which the command would not use.
+
+    Args:
+        options: destinations of the options in the parser's namespace.
+        reason: follows the option's name in the error.
+    """
+    names = tuple(options)
+    given, _ = parser.parse_known_args(argv, argparse.Namespace(**dict.fromkeys(names)))
+    for name in names:
+        if getattr(given, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')}: {reason}")
 
 
 def train() -> argparse.ArgumentParser:

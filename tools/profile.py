@@ -40,7 +40,10 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ValueError: bad input, a model that cannot be cut into layers, or that does not fit the device.
     """
-    args, overrides = parsers.profile().parse_known_args(argv)
+    parser = parsers.profile()
+    args, overrides = parser.parse_known_args(argv)
+    if not args.links:
+        parsers.refuse_unused(parser, argv, ("ranks",), "--no-links skips what ranks measure; leave out one")
     seconds = number(args.seconds, "--seconds", above=0.0)
     require_writable("--out", args.out)
     ranks = _ranks(args.ranks)

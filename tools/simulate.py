@@ -15,6 +15,7 @@ from weft.pipeline.simulation import simulate
 from weft.pipeline.text import jitter_text, timeline_text
 from weft.pipeline.timeline import Timeline
 from weft.pipeline.validation import validate
+from weft.tools.parsers import refuse_unused
 from weft.tools.schedule import costs_of, draw, emit, require_output
 
 
@@ -24,7 +25,13 @@ def main(argv: list[str]) -> int:
     Raises:
         ValueError: a file cannot be read, or the schedule cannot run; the message names the place.
     """
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.prefill:
+        refuse_unused(parser, argv, ("format", "out"), "with --prefill a table is printed; leave it out")
+    else:
+        prefill = set(vars(args)) - {"schedule", "costs", "format", "out", "prefill"}
+        refuse_unused(parser, argv, sorted(prefill), "only --prefill TRACE.csv uses it; give both, or leave it out")
     require_output(args)
     schedule = load_schedule(args.schedule)
     validate(schedule)

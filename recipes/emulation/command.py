@@ -33,7 +33,13 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ValueError: the input is invalid, or the delay model or a rank fails.
     """
-    args, overrides = parsers.emulate().parse_known_args(argv)
+    parser = parsers.emulate()
+    args, overrides = parser.parse_known_args(argv)
+    if args.at:
+        unused = ("real", "most", "at_once", "steps", "record", "json")
+        parsers.refuse_unused(parser, argv, unused, "--at compares messages and measures nothing; leave out one")
+    if args.real != "auto":
+        parsers.refuse_unused(parser, argv, ("most",), "--real names the ranks; leave out one")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     for option, least in (("most", 1), ("steps", 1), ("at_once", 1), ("per_host", 1)):
         if getattr(args, option) < least:
@@ -47,6 +53,9 @@ def main(argv: Sequence[str]) -> int:
     what_if = WhatIf.parse(args.what_if)
     config = load(overrides, recipe_file=args.config_file)
     folder = run_folder(config)
+    if config.cluster.hostfile and not what_if.replicas:
+        reason = f"cluster.hostfile={config.cluster.hostfile} has the ranks of each host; leave out one"
+        parsers.refuse_unused(parser, argv, ("per_host",), reason)
     job = recipe_job(config, folder, what_if.replicas)
     size = world_size(job.config.cluster)
     what_if.check(size, job.config.pipeline.stages)

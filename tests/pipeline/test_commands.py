@@ -224,6 +224,13 @@ def test_no_folder_is_created_for_a_misspelt_path(capsys, tmp_path):
     assert not file.parent.exists()
 
 
+@pytest.mark.parametrize("option", ["--loads", "--stages=1", "--hop=2.3"])
+def test_options_of_prefills_need_a_trace(capsys, option):
+    assert f"{option.partition('=')[0]}: only --prefill TRACE.csv uses it" in refused(
+        capsys, "simulate", "s.json", option
+    )
+
+
 def test_simulate_refuses_what_cannot_run(capsys, tmp_path):
     (tmp_path / "s.csv").write_text("0B0,0F0\n1F0,1B0\n")
     message = refused(capsys, "simulate", tmp_path / "s.csv")

@@ -235,3 +235,22 @@ def test_a_user_without_a_home_is_refused_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr("pwd.getpwuid", lambda _: (_ for _ in ()).throw(KeyError("no such user")))
     code, _, err = run(capsys, "evict", "--list")
     assert code == 2 and err.count("\n") == 1 and "set HOME" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("watch runs/none --once", "--once: only --text uses it"),
+        ("watch runs/none --step 1", "--step: only --otlp uses it"),
+        ("watch runs/none --text --port 1", "--port: --text shows the run in this terminal"),
+        ("watch runs/none --otlp http://[::1]:1 --against runs/other", "--against: --otlp sends a step"),
+        ("doctor net --netbed none.yaml --port 1", "--port: --netbed probes its own nodes"),
+        ("profile --no-links --ranks 2", "--ranks: --no-links skips what ranks measure"),
+        ("stacks runs/none --dumps none --native", "--native: --dumps reads files"),
+        ("launch --attach runs/none train.steps=3", "--attach runs/none: the run has its settings already"),
+        ("plan --cluster none --model none --format json --explain 1", "--explain: --format json has no place for it"),
+    ],
+)
+def test_an_option_that_would_not_be_used_is_refused(words, message, capsys):
+    assert cli.main(words.split()) == 2
+    assert message in capsys.readouterr().err

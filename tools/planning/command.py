@@ -20,6 +20,7 @@ from weft.pipeline.planner.request import Objective, Request, read_pins
 from weft.pipeline.planner.routes import FEW_SITES
 from weft.pipeline.planner.search import Plan, plan
 from weft.pipeline.workload import ModelWork
+from weft.tools import parsers
 from weft.tools.planning.model import config_of, model_work
 from weft.tools.planning.report import as_json, as_markdown, explanation, places, route_text, rows, summary
 from weft.tools.planning.what_if import changed, marginal_values
@@ -42,7 +43,10 @@ def main(argv: Sequence[str]) -> int:
         from weft.tools.planning import collectives  # needs torch
 
         return collectives.main(argv)
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.format in ("json", "png"):
+        parsers.refuse_unused(parser, argv, ("explain",), f"--format {args.format} has no place for it; leave out one")
     cluster = load_cluster(args.cluster)
     lora = _lora(args)
     work = model_work(args.model, _whole(args.sequence_length, "--sequence-length", most=2**24), args.cache, lora)

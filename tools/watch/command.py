@@ -10,6 +10,7 @@ from pathlib import Path
 
 from weft.conf.hosts import is_loopback
 from weft.pipeline.limits import count
+from weft.tools.parsers import refuse_unused
 from weft.tools.watch.record import RunRecord
 
 TOKEN = "WEFT_WATCH_TOKEN"
@@ -25,7 +26,16 @@ def main(argv: list[str]) -> int:
     Raises:
         ValueError: there is no run, the port is in use, a package is missing, or no one takes the trace.
     """
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.text:
+        refuse_unused(parser, argv, ("otlp", "host", "port"), "--text shows the run in this terminal; leave out one")
+    if not args.text:
+        refuse_unused(parser, argv, ("once",), "only --text uses it; give both, or leave it out")
+    if args.otlp:
+        refuse_unused(parser, argv, ("against", "host", "port"), "--otlp sends a step and shows no page; leave out one")
+    else:
+        refuse_unused(parser, argv, ("step",), "only --otlp uses it; give both, or leave it out")
     record = RunRecord(args.run)
     other = RunRecord(args.against) if args.against else None
     if args.text:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from weft.conf.host.terminal import printable
 from weft.engine.observability.event_ring import RingReader, rings_folder
+from weft.tools.parsers import refuse_unused
 from weft.tools.watch.calls import Dumps, parse, read_dumps, read_ranks, read_run
 from weft.tools.watch.desync import differences, idle
 
@@ -55,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dumps", type=Path, metavar="FOLDER", help="read only the dumps that NCCL's watchdog wrote")
     args = parser.parse_args(argv)
     if args.dumps:
+        refuse_unused(parser, argv, ("native", "threads"), "--dumps reads files and no process; leave out one")
         print("\n".join(calls_report(read_dumps(args.dumps), {})))
         return 0
     run, program = args.run.expanduser(), find_py_spy()

@@ -193,6 +193,7 @@ def test_simulate_cuts_the_model_over_neighbouring_gpus(simulated, capsys):
         (["--prefill-cost=0,0,0"], "--prefill-cost: give times"),
         (["--prefill-cost=nan,1,1"], "--prefill-cost: give times"),
         (["--prefill-cost=-1,1,1"], "--prefill-cost: give times"),
+        (["--format=text"], "--format: with --prefill a table is printed; leave it out"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(simulated, capsys, options, part):

@@ -18,6 +18,8 @@ from weft.recipes.emulation.command import main
         ),
         (["--delays", "nothing"], "--delays nothing: not known; choose from"),
         (["--real", "4"], "--real 4: there is no such rank; the job has ranks 0 to 3"),
+        (["--at", "0", "train.precision=fp32", "--steps", "3"], "--steps: --at compares messages and measures nothing"),
+        (["--real", "0", "--most", "2"], "--most: --real names the ranks; leave out one"),
         (["--most", "0"], "--most 0: at least one rank is real"),
         (["--steps", "0"], "--steps 0: give at least 1"),
         (["--json", "/"], "--json /: cannot be written; name a file"),
