@@ -57,17 +57,20 @@ class AnsweringServer:
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._longest: dict[str, int] = {}
 
-    async def longest(self, model: object) -> int:
+    async def refresh(self) -> None:
+        """Read the maximum number of tokens with each model, which changes with adapters and restarts."""
+        listed = []
+        with suppress(Refusal):
+            listed = models_of((await self.get("/v1/models")).content)
+        most = listed[0].get("max_model_len") if listed else None
+        self._longest = {str(one.get("id")): most for one in listed if isinstance(most, int)}
+
+    def longest(self, model: object) -> int:
         """Return the maximum number of tokens of prompt and answer with a model or adapter, or 0 if it is unknown.
 
         Args:
             model: its name, or None for the first model.
         """
-        if not self._longest:
-            with suppress(Refusal):
-                listed = models_of((await self.get("/v1/models")).content)
-                most = listed[0].get("max_model_len") if listed else None
-                self._longest = {str(one.get("id")): most for one in listed if isinstance(most, int)}
         return max(self._longest.values(), default=0) if model is None else self._longest.get(str(model), 0)
 
     async def answer(
@@ -188,6 +191,11 @@ class Answers:
         self._continues, self._patience_s = continues, patience_s
         self._avoided_until_s: dict[str, float] = {}
 
+    async def refresh(self) -> None:
+        """Read what the server's answers may begin with. Call it every second or so."""
+        if self._continues:
+            await self._server.refresh()
+
     async def answer(self, request: PrefillRequest, value: Mapping[str, Any]) -> Response:
         """Return the decode server's response, which is streamed as it is produced.
 
@@ -200,7 +208,7 @@ class Answers:
         """
         begun_s = time.monotonic()
         may = self._continues and may_begin(value) and self._avoided_until_s.get(self._server.url, 0.0) <= begun_s
-        longest = await self._server.longest(value.get("model")) if may else 0
+        longest = self._server.longest(value.get("model")) if may else 0
         transfer, added, prefilled = await self._prefill(request, value, with_tokens=longest > 0)
         prefiller = "bubble" if transfer else "decode"
 

@@ -75,13 +75,15 @@ class Dispatch:
         await asyncio.gather(*map(self.probe, self._fleet.workers))
         self._fleet.refresh()
 
-    async def watch(self, chore: Callable[[], None]) -> None:
-        """Probe periodically, each worker independently, and call ``chore``."""
+    async def watch(self, chore: Callable[[], None], *probes: Callable[[], Awaitable[None]]) -> None:
+        """Probe periodically, each worker independently, and call ``chore`` and ``probes``."""
         self._due_s = time.monotonic() + self._settings.probe_s
         async with asyncio.TaskGroup() as group:
             for worker in self._fleet.workers:
                 group.create_task(self._periodically(partial(self.probe, worker)))
             group.create_task(self._periodically(partial(self._refresh, chore)))
+            for probe in probes:
+                group.create_task(self._periodically(probe))
 
     async def _refresh(self, chore: Callable[[], None]) -> None:
         now_s = time.monotonic()
@@ -98,7 +100,7 @@ class Dispatch:
             try:
                 await act()
             except Exception:  # the next round may succeed
-                logger.exception("probing the workers failed; retrying in %g s", self._settings.probe_s)
+                logger.exception("probing the servers failed; retrying in %g s", self._settings.probe_s)
 
     async def probe(self, worker: Worker) -> None:
         """Check a worker's health, and update whether it is up. Read the report of one on another host."""

@@ -119,8 +119,9 @@ class Service:
         @contextlib.asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
             async with self.inner, self.outer:
-                await self.dispatch.probe_all()
-                watching = asyncio.create_task(self.dispatch.watch(self._clients.count_others))
+                probes = [] if self._answers is None else [self._answers.refresh]
+                await asyncio.gather(self.dispatch.probe_all(), *(probe() for probe in probes))
+                watching = asyncio.create_task(self.dispatch.watch(self._clients.count_others, *probes))
                 yield
                 watching.cancel()
             self._fleet.close()

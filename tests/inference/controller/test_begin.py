@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.inference.controller.fake_workers import DECODE, EVENTS, PATH, FakeWorkers, controller
+from tests.inference.controller.fake_workers import DECODE, EVENTS, MODELS, PATH, FakeWorkers, controller
 from tests.inference.controller.test_controller_server import server
 from weft.inference.controller.begin import Begin, may_begin
 from weft.inference.requests import DRAWN, GIVEN
@@ -230,6 +230,24 @@ async def test_a_decode_server_that_does_not_say_how_long_answers_are_begins_the
     async with controller(workers, decode_url=DECODE, continues=True) as client:
         answer = await client.post(PATH, json=COMPLETION)
     assert (answer.status_code, answer.content) == (200, EVENTS)
+
+
+async def test_answers_begin_by_what_the_decode_server_lists_now():
+    workers = FakeWorkers(1)
+    workers.prefilled = prefilled("completion", 7) | {"kv_transfer_params": {DRAWN: 7}}
+    workers.events = b"".join(event + b"\n\n" for event in stock("completion", [[7], [8]]))
+    body = COMPLETION | {"model": "adapter"}
+    async with controller(workers, decode_url=DECODE, continues=True, probe_s=0.05) as client, asyncio.timeout(20):
+
+        async def wait_until(has_begun):
+            while ("x-server" not in (await client.post(PATH, json=body)).headers) != has_begun:
+                await asyncio.sleep(0.01)
+
+        await wait_until(False)
+        workers.models = {"data": [*MODELS["data"], {"id": "adapter"}]}
+        await wait_until(True)
+        workers.models = {"data": [{"id": "tiny", "max_model_len": 5}, {"id": "adapter"}]}
+        await wait_until(False)
 
 
 async def test_an_answer_that_has_begun_waits_while_the_queue_is_full():
