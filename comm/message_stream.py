@@ -6,7 +6,6 @@ Nothing is read as a message, and so nothing can be unpickled, before the peer h
 from __future__ import annotations
 
 import logging
-import select
 import socket
 import ssl
 import struct
@@ -21,10 +20,16 @@ from weft.conf.host.threads import Thread
 
 HANDSHAKE_S = 5.0
 """Seconds that a peer has to connect and to authenticate itself."""
+STALL_S = 30.0
+"""Seconds without progress within a message after which the peer is lost."""
+MOST_BYTES = 2**32
+"""Longest message: the hidden states of the largest chunks."""
 RETRY_S = 0.5
 """Seconds between attempts to connect."""
 MAX_HANDSHAKES = 64
 """Connections that are authenticated at a time; further ones are closed."""
+FIRST_BYTES = 2**20
+"""Memory of a message before any of it has arrived. It grows with what arrives."""
 _LENGTH = struct.Struct("<Q")
 
 log = logging.getLogger(__name__)
@@ -40,27 +45,25 @@ class MessageStream:
         """Send a message.
 
         Raises:
-            OSError: the connection is lost.
+            OSError: the connection is lost, or the peer reads nothing for `STALL_S`.
         """
         self._connection.sendall(_LENGTH.pack(len(message)))
         self._connection.sendall(message)
 
-    def receive(self) -> bytearray:
-        """Return the next message.
+    def receive(self, *, limit_s: float | None = None, most: int = MOST_BYTES) -> bytearray:
+        """Return the next message, of at most ``most`` bytes. It begins within ``limit_s``, if that is given.
 
         Raises:
-            OSError: the connection is lost.
+            OSError: the connection is lost, the peer is silent, or the message is longer.
         """
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        self._connection.settimeout(limit_s)
+        begin = self._read(1)
+        self._connection.settimeout(STALL_S)
+        (length,) = _LENGTH.unpack(begin + self._read(_LENGTH.size - 1))
+        if length > most:
+            why = "use the same version of Weft on both hosts"
+            raise ConnectionError(f"a message of {length} bytes, and the limit is {most}; {why}")
         return self._read(length)
-
-    def has_message(self, timeout_s: float) -> bool:
-        """Wait until a message begins or the connection ends. Return False after ``timeout_s``."""
-        if self._connection.pending():
-            return True
-        poll = select.poll()
-        poll.register(self._connection, select.POLLIN)
-        return bool(poll.poll(timeout_s * 1000))
 
     def close(self) -> None:
         """Close the connection; other threads that use it get an OSError."""
@@ -69,10 +72,15 @@ class MessageStream:
         self._connection.close()
 
     def _read(self, count: int) -> bytearray:
-        data = bytearray(count)
-        view, done = memoryview(data), 0
+        data, done = bytearray(min(count, FIRST_BYTES)), 0
         while done < count:
-            read = self._connection.recv_into(view[done:])
+            if done == len(data):
+                data.extend(bytes(min(count, 2 * done) - done))
+            try:
+                read = self._connection.recv_into(memoryview(data)[done:])
+            except TimeoutError as error:
+                silent_s = self._connection.gettimeout()
+                raise ConnectionError(f"the peer has sent nothing for {silent_s:g} s") from error
             if not read:
                 raise ConnectionError("the peer has closed the connection")
             done += read
@@ -169,7 +177,7 @@ def _secured(plain: socket.socket, context: ssl.SSLContext, *, is_server: bool) 
             connection.sendall(b"\0")
         elif connection.recv(1) != b"\0":
             raise ConnectionError("the peer has closed the connection")
-        connection.settimeout(None)
+        connection.settimeout(STALL_S)
     except BaseException:
         connection.close()
         raise

@@ -13,7 +13,6 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +22,7 @@ from vllm.logger import configure_logging, init_logger
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from weft.comm.message_stream import Listener, MessageStream, address_towards
+from weft.comm.message_stream import STALL_S, Listener, MessageStream, address_towards
 from weft.inference.board.mirror import serve_board
 from weft.inference.worker.host_tensors import packed, unpacked
 from weft.inference.worker.remote_calls import serve_calls
@@ -107,7 +106,7 @@ def main() -> None:
 
     def welcome(stream: MessageStream) -> None:
         try:
-            if stream.receive() == CALLS:
+            if stream.receive(limit_s=STALL_S, most=len(CALLS)) == CALLS:
                 if is_taken.acquire(blocking=False):
                     callers.put(stream)
                 else:  # another worker, or this one's next, before the loss of its last connection has been noticed
@@ -122,8 +121,10 @@ def main() -> None:
     os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = host
     listener = Listener(host, known.port, PURPOSE, welcome)
     logger.info("the stage of rank %d waits at %s:%d for its worker on %s", rank, *listener.address, known.server)
-    with suppress(OSError):
+    try:
         serve_calls(callers.get(), HostedStage(settings).call)
+    except OSError as error:
+        logger.info("the worker of the stage of rank %d has gone: %s", rank, error)
     os._exit(0)
 
 

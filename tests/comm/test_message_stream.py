@@ -33,11 +33,31 @@ def test_messages_of_any_length_arrive_both_ways(streams):
     for message in (b"", b"x", bytes(range(256)) * 40_000):
         sender = threading.Thread(target=ours.send, args=(message,))
         sender.start()
-        assert theirs.has_message(5.0) and theirs.receive() == message
+        assert theirs.receive(limit_s=5.0, most=len(message)) == message
         sender.join()
         theirs.send(message[:100])
         assert ours.receive() == message[:100]
-    assert not theirs.has_message(0.01)
+    with pytest.raises(OSError, match=r"the peer has sent nothing for 0\.01 s"):
+        theirs.receive(limit_s=0.01)
+
+
+@pytest.mark.parametrize("sent", [1, 8, 3_000_000])
+def test_a_peer_that_stops_within_a_message_is_lost(streams, monkeypatch, sent):
+    port, found = streams
+    monkeypatch.setattr(message_stream, "STALL_S", 0.3)
+    ours = connect("127.0.0.1", port, PURPOSE, limit_s=5.0)
+    begin = (2**32).to_bytes(8, "little") + bytes(3_000_000)
+    threading.Thread(target=ours._connection.sendall, args=(begin[:sent],)).start()
+    with pytest.raises(OSError, match=r"the peer has sent nothing for 0\.3 s"):
+        found.get(timeout=5.0).receive()
+
+
+def test_a_message_is_refused_by_its_length(streams):
+    port, found = streams
+    ours = connect("127.0.0.1", port, PURPOSE, limit_s=5.0)
+    ours._connection.sendall((11).to_bytes(8, "little"))
+    with pytest.raises(OSError, match="a message of 11 bytes, and the limit is 10; use the same version of Weft"):
+        found.get(timeout=5.0).receive(most=10)
 
 
 def test_a_lost_peer_raises_in_receive(streams):

@@ -21,23 +21,17 @@ class Stream:
     """One end of a connection within this process. None in a queue ends it."""
 
     def __init__(self, incoming, outgoing):
-        self.incoming, self.outgoing, self.kept = incoming, outgoing, []
+        self.incoming, self.outgoing = incoming, outgoing
 
     def send(self, message):
         self.outgoing.put(message)
 
-    def receive(self):
-        message = self.kept.pop() if self.kept else self.incoming.get()
+    def receive(self, *, limit_s, most):
+        message = self.incoming.get(timeout=limit_s)
         if message is None:
             raise ConnectionError("closed")
+        assert len(message) <= most
         return message
-
-    def has_message(self, timeout_s):
-        try:
-            self.kept.append(self.incoming.get(timeout=timeout_s))
-        except queue.Empty:
-            return False
-        return True
 
 
 @pytest.fixture
