@@ -15,6 +15,7 @@ from http import HTTPStatus
 from typing import Any
 
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from weft.conf.schema import ControllerConfig
 from weft.inference.controller.begin import EVENT, EVENT_END, Begin, may_begin
@@ -39,6 +40,8 @@ QUEUE_S = 0.5
 """Interval at which an answer that has begun asks a full decode server again."""
 _OF_CONNECTION = {"connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "date"}
 """Headers of the decode server's response that this server sends itself."""
+STREAM_ERROR = "weft.stream_error"
+"""Name in a request's scope of the HTTP status with which its stream has broken off, or 0."""
 _COMPLETIONS = "/v1/completions"
 
 
@@ -323,8 +326,28 @@ def _gone() -> Refusal:
     )
 
 
-class _Stream(StreamingResponse):
-    """A stream of the decode server, whose connection is closed with the client's, so that the server ends the request.
+class _Breakable(StreamingResponse):
+    """A stream of events. If it breaks off, its last event is an error.
+
+    Attributes:
+        error: HTTP status of that error, which the request's scope then has as `STREAM_ERROR`, or 0.
+    """
+
+    error = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            scope[STREAM_ERROR] = self.error
+            self.close()
+
+    def close(self) -> None:
+        """Close the connection to the server, so that it ends the request."""
+
+
+class _Stream(_Breakable):
+    """A stream of the decode server.
 
     Args:
         first: called at the first event.
@@ -333,30 +356,49 @@ class _Stream(StreamingResponse):
     def __init__(
         self, server: AnsweringServer, response: ServerResponse, first: Callable[[], None], headers: Mapping[str, str]
     ) -> None:
-        self.events = _events(server, response, first)
+        self._response = response
+        self.events = self._events(server, first)
         super().__init__(self.events, status_code=response.status, headers=headers)
-        self.close = response.close
 
-    async def __call__(self, *asgi: Any) -> None:
+    def close(self) -> None:
+        self._response.close()
+
+    async def _events(self, server: AnsweringServer, first: Callable[[], None]) -> AsyncIterator[bytes]:
+        """Yield events as they arrive."""
+        completion, rest, is_first, parts = Completion(), b"", True, self._response.parts()
         try:
-            await super().__call__(*asgi)
-        finally:
-            self.close()
+            while True:
+                async with server.unless_lost():
+                    part = await anext(parts, b"")
+                if not part:
+                    if rest:
+                        yield rest
+                    return
+                events, end, rest = (rest + part).rpartition(EVENT_END)
+                if not end:
+                    continue
+                if completion.is_aborted(events):
+                    break
+                if is_first:
+                    first()
+                is_first = False
+                yield events + end
+        except Lost:
+            pass
+        self.error = _gone().status
+        yield last_event(_gone().answer)
 
 
-class _Begun(StreamingResponse):
+class _Begun(_Breakable):
     """An answer that begins with a worker's token. ``rest`` then returns the decode server's response."""
 
     def __init__(self, begin: Begin, rest: Callable[[], Awaitable[Response]], headers: Mapping[str, str]) -> None:
         super().__init__(self._events(begin, rest), media_type="text/event-stream", headers=headers)
         self._rest: Response | None = None
 
-    async def __call__(self, *asgi: Any) -> None:
-        try:
-            await super().__call__(*asgi)
-        finally:
-            if isinstance(self._rest, _Stream):
-                self._rest.close()
+    def close(self) -> None:
+        if isinstance(self._rest, _Stream):
+            self._rest.close()
 
     async def _events(self, begin: Begin, rest: Callable[[], Awaitable[Response]]) -> AsyncIterator[bytes]:
         yield begin.events
@@ -365,11 +407,13 @@ class _Begun(StreamingResponse):
             if isinstance(self._rest, _Stream):
                 async for events in begin.rest(self._rest.events):
                     yield events
+                self.error = self._rest.error
                 return
+            self.error = self._rest.status_code
             if not (error := object_of(bytes(self._rest.body))):
                 raise Refusal(502, f"the decode server answered with status {self._rest.status_code}, see its log")
         except Refusal as refusal:
-            error = refusal.answer
+            self.error, error = refusal.status, refusal.answer
         yield last_event(error)
 
 
@@ -380,28 +424,3 @@ def last_event(error: Mapping[str, Any]) -> bytes:
 
 def _with_transfer(request: PrefillRequest, value: Mapping[str, Any], transfer: Mapping[str, Any]) -> PrefillRequest:
     return replace(request, body=json.dumps({**value, "kv_transfer_params": transfer}).encode())
-
-
-async def _events(server: AnsweringServer, response: ServerResponse, first: Callable[[], None]) -> AsyncIterator[bytes]:
-    """Yield a stream's events as they arrive. If the stream breaks off, the last event is an error."""
-    completion, rest, is_first, parts = Completion(), b"", True, response.parts()
-    try:
-        while True:
-            async with server.unless_lost():
-                part = await anext(parts, b"")
-            if not part:
-                if rest:
-                    yield rest
-                return
-            events, end, rest = (rest + part).rpartition(EVENT_END)
-            if not end:
-                continue
-            if completion.is_aborted(events):
-                break
-            if is_first:
-                first()
-            is_first = False
-            yield events + end
-    except Lost:
-        pass
-    yield last_event(_gone().answer)

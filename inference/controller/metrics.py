@@ -10,6 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from weft.inference.controller.fleet import Fleet
 from weft.inference.controller.worker import Ticket
 
+CLIENT_GONE = 499
+"""Status in the metrics of requests whose client disconnected, as in nginx."""
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _LATE_SECONDS = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 
@@ -39,6 +41,12 @@ class Metrics:
         )
         self._requests = Counter("weft_client_requests", "requests admitted", ["client"], registry=registry)
         self._tokens = Counter("weft_client_prompt_tokens", "their prompt tokens", ["client"], registry=registry)
+        self._outcomes = Counter(
+            "weft_client_outcomes",
+            "how they ended: answered, refused or abandoned",
+            ["client", "outcome"],
+            registry=registry,
+        )
         self._answers = Counter(
             "weft_answers",
             "whole answers by who computed the prompt, and why",
@@ -59,6 +67,11 @@ class Metrics:
         self._requests.labels(client).inc()
         self._tokens.labels(client).inc(tokens)
 
+    def ended(self, client: str, error: int) -> None:
+        """Count the end of an admitted request, by the status of its error, or 0."""
+        outcome = "abandoned" if error == CLIENT_GONE else "refused" if error else "answered"
+        self._outcomes.labels(client, outcome).inc()
+
     def granted(self, ticket: Ticket) -> None:
         """Count a request that was placed."""
         self._grants.labels(ticket.worker).inc()
@@ -75,7 +88,7 @@ class Metrics:
         self._moved.labels(ticket.worker).inc()
 
     def refused(self, status: int) -> None:
-        """Count a response with an error, of the controller or a server."""
+        """Count a response with an error, of the controller or a server, or a stream that ends with one."""
         self._refusals.labels(status).inc()
 
     def prefilled(self, prefill: str, reason: str) -> None:

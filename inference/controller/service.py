@@ -18,11 +18,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.conf.schema import ControllerConfig
-from weft.inference.controller.answers import RETRY_S, AnsweringServer, Answers, last_event
+from weft.inference.controller.answers import RETRY_S, STREAM_ERROR, AnsweringServer, Answers, last_event
 from weft.inference.controller.clients import Client, Clients
 from weft.inference.controller.dispatch import Dispatch, PrefillRequest
 from weft.inference.controller.fleet import Fleet
-from weft.inference.controller.metrics import Metrics
+from weft.inference.controller.metrics import CLIENT_GONE, Metrics
 from weft.inference.controller.prompts import BYTES_PER_TOKEN, Count, prompt_tokens
 from weft.inference.controller.server_connections import Lost, ServerResponse, Servers, Unreachable
 from weft.inference.controller.worker import Ticket
@@ -39,13 +39,11 @@ from weft.inference.requests import (
 
 T = TypeVar("T")
 DEADLINE_HEADER = "X-Weft-Deadline-S"
-CLIENT_GONE = 499
-"""Status in the metrics of requests whose client disconnected, as in nginx."""
 _REQUEST_ID = "x-request-id"
 _PROBES = ("/health", "/ready")
 """Routes that answer however many requests are in progress."""
-_ENDS = "weft.ends"
-"""Name in a request's scope of the contexts that end with it."""
+_ENDS, _CLIENT = "weft.ends", "weft.client"
+"""Names in a request's scope of the contexts that end with it, and of its client once it is admitted."""
 _FORWARDED = (
     *("content-type", "x-request-id", "x-session-id", "x-data-parallel-rank", "traceparent", "tracestate"),
     "endpoint-load-metrics-format",
@@ -237,7 +235,6 @@ class Service:
 
     async def failed(self, request: Request, _: Exception) -> Response:
         """Return the response after an error of the controller itself."""
-        self._metrics.refused(500)
         return await self.refused(request, Refusal(500, "an error of the controller, which its log has; report it"))
 
     def _authorize(self, request: Request) -> Client:
@@ -252,6 +249,7 @@ class Service:
         ends: contextlib.ExitStack = request.scope[_ENDS]
         ends.enter_context(client.admitted(tokens))
         self._metrics.admitted(client.name, tokens)
+        request.scope[_CLIENT] = client.name
 
     def _check_whole(self, body: bytes, value: dict[str, Any]) -> tuple[int, bool]:
         """Return the prompt's number of tokens, and True if a worker may compute the prompt."""
@@ -345,28 +343,46 @@ class _Entry:
             await response(scope, receive, send)
             return
         self._running += 1
-        sent: list[Message] = []
+        sent, error = list[Message](), 0
+
+        def fail(status: int) -> None:
+            nonlocal error
+            error = status
+            self._metrics.refused(status)
 
         async def send_noted(message: Message) -> None:
             if message.get("status", 0) >= HTTPStatus.BAD_REQUEST:
-                self._metrics.refused(message["status"])
+                fail(message["status"])
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 await send({**message, "more_body": True})
-                message = {"type": "http.response.body"}  # which waits until the client has read most of the body
+                message = {
+                    "type": "http.response.body",
+                    "more_body": False,
+                }  # which waits until the client has read most of the body
             await send(message)
             sent[1:] = [message]  # the first and the last
 
         try:
             with contextlib.ExitStack() as scope[_ENDS]:  # `Client.admitted`
                 await self._app(scope, receive, send_noted)
+            is_sent = bool(sent) and not sent[-1].get("more_body", True)
+            if not error and (status := scope.get(STREAM_ERROR) or (0 if is_sent else CLIENT_GONE)):
+                fail(status)
         except asyncio.CancelledError:  # the server ends
             if not sent:
                 response = await self._service.refused(Request(scope), self._ending)
                 await response(scope, receive, send_noted)
-            elif b"content-length" not in dict(sent[0]["headers"]) and sent[-1].get("more_body", True):  # a stream
-                await send({"type": "http.response.body", "body": last_event(self._ending.answer)})
+            elif not error and sent[-1].get("more_body", True):
+                fail(self._ending.status)
+                if b"content-length" not in dict(sent[0]["headers"]):  # a stream
+                    await send({"type": "http.response.body", "body": last_event(self._ending.answer)})
+        except Exception:
+            fail(HTTPStatus.INTERNAL_SERVER_ERROR)
+            raise
         finally:
             self._running -= 1
+            if _CLIENT in scope:
+                self._metrics.ended(scope[_CLIENT], error)
 
 
 def _disconnection() -> Refusal:

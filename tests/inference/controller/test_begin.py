@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.inference.controller.fake_workers import DECODE, EVENTS, MODELS, PATH, FakeWorkers, controller
-from tests.inference.controller.test_controller_server import server
+from tests.inference.controller.test_controller_server import METRICS, ask, server
 from weft.inference.controller.begin import Begin, may_begin
 from weft.inference.requests import DRAWN, GIVEN
 
@@ -198,6 +198,21 @@ async def test_an_answer_that_has_begun_and_cannot_go_on_ends_with_an_error(faul
     assert answers[1].headers.get("retry-after") or fault != "dead"
 
 
+@pytest.mark.parametrize("continues", [True, False])
+async def test_each_admitted_request_is_counted_as_answered_or_refused(continues):
+    workers = FakeWorkers(1)
+    workers.prefilled = prefilled("completion", 7) | {"kv_transfer_params": {DRAWN: 7}}
+    workers.events = b"".join(event + b"\n\n" for event in stock("completion", [[7], [8]]))
+    async with controller(workers, decode_url=DECODE, continues=continues) as client:
+        for fault in ("", "dying", "leaving", "dead"):
+            workers.fault = {"decode": fault}
+            await client.post(PATH, json=COMPLETION)
+        metrics = (await client.get("/metrics")).text
+    for outcome, number in ("answered", 1), ("refused", 3):
+        assert f'weft_client_outcomes_total{{client="anybody",outcome="{outcome}"}} {number}.0' in metrics
+    assert 'weft_prefill_refusals_total{status="503"} 3.0' in metrics
+
+
 @pytest.mark.parametrize(
     ("status", "kind", "content"),
     [
@@ -285,4 +300,6 @@ async def test_a_client_that_leaves_an_answer_that_has_begun_ends_it_at_the_deco
                 await asyncio.sleep(1.0)
         else:
             while "stream" not in workers.cancelled:
+                await asyncio.sleep(0.01)
+            while b'outcomes_total{client="anybody",outcome="abandoned"} 1.0' not in await ask(port, METRICS):
                 await asyncio.sleep(0.01)
