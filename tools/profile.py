@@ -42,11 +42,11 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = parsers.profile()
     args, overrides = parser.parse_known_args(argv)
-    if not args.links:
-        parsers.refuse_unused(parser, argv, ("ranks",), "--no-links skips what ranks measure; leave out one")
     seconds = number(args.seconds, "--seconds", above=0.0)
     require_writable("--out", args.out)
     ranks = _ranks(args.ranks)
+    if not args.links:
+        parsers.refuse_unused(parser, argv, ("ranks",), "--no-links skips what ranks measure; leave out one")
     config = compose(overrides)
     check(config)
     started = perf_counter()
