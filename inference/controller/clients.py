@@ -75,9 +75,8 @@ class Client:
     def update(self, key: str, limits: Limits) -> None:
         """Replace key and limits. What the client has used stays counted."""
         self.key, self.limits = key, limits
-        for bucket, per_minute in zip(
-            self._buckets, (limits.requests_per_minute, limits.tokens_per_minute), strict=True
-        ):
+        rates = limits.requests_per_minute, limits.tokens_per_minute
+        for bucket, per_minute in zip(self._buckets, rates, strict=True):
             bucket.resize(per_minute)
 
     def count_others(self) -> float:

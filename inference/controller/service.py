@@ -355,10 +355,8 @@ class _Entry:
                 fail(message["status"])
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 await send({**message, "more_body": True})
-                message = {
-                    "type": "http.response.body",
-                    "more_body": False,
-                }  # which waits until the client has read most of the body
+                # This one waits until the client has read most of the body.
+                message = {"type": "http.response.body", "more_body": False}
             await send(message)
             sent[1:] = [message]  # the first and the last
 

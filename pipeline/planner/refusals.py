@@ -83,9 +83,7 @@ class Refusals:
             others = replace(self._request, pins={one: held for one, held in pins.items() if one != name})
             is_known = name == "cell" or name in Shape.__dataclass_fields__
             every = shapes(self._cluster, self._work, others) if is_known else ()
-            linked = (
-                one for one in every if network.best_sites(one.routes)
-            )  # there are sites with links to each other
+            linked = (one for one in every if network.best_sites(one.routes))  # of sites with links to each other
             found = {possible for one in linked for possible in _values(one, name)}
             if found and value not in found:
                 field = next(field for field, held in PINS.items() if held == name)
