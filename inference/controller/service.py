@@ -7,7 +7,6 @@ import contextlib
 import json
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from http import HTTPStatus
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -15,12 +14,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.conf.schema import ControllerConfig
-from weft.inference.controller.answers import RETRY_S, STREAM_ERROR, AnsweringServer, Answers, last_event
+from weft.inference.controller.answering_server import AnsweringServer
+from weft.inference.controller.answers import Answers
 from weft.inference.controller.clients import Client, Clients
 from weft.inference.controller.dispatch import Dispatch, PrefillRequest
+from weft.inference.controller.entry import CLIENT, ENDS, Entry
 from weft.inference.controller.fleet import Fleet
 from weft.inference.controller.metrics import CLIENT_GONE, Metrics
 from weft.inference.controller.prompts import BYTES_PER_TOKEN, Count, prompt_tokens
@@ -40,10 +40,6 @@ from weft.inference.requests import (
 T = TypeVar("T")
 DEADLINE_HEADER = "X-Weft-Deadline-S"
 _REQUEST_ID = "x-request-id"
-_PROBES = ("/health", "/ready")
-"""Routes that answer however many requests are in progress."""
-_ENDS, _CLIENT = "weft.ends", "weft.client"
-"""Names in a request's scope of the contexts that end with it, and of its client once it is admitted."""
 _FORWARDED = (
     *("content-type", "x-request-id", "x-session-id", "x-data-parallel-rank", "traceparent", "tracestate"),
     "endpoint-load-metrics-format",
@@ -143,7 +139,7 @@ class Service:
         app.add_exception_handler(Refusal, self.refused)
         app.add_exception_handler(HTTPException, unknown)
         app.add_exception_handler(Exception, self.failed)
-        app.add_middleware(_Entry, service=self, metrics=self._metrics, settings=self._settings)
+        app.add_middleware(Entry, refused=self.refused, metrics=self._metrics, settings=self._settings)
         return app
 
     async def generate(self, request: Request) -> Response:
@@ -246,10 +242,10 @@ class Service:
         Raises:
             Refusal: it exceeds a limit of the client.
         """
-        ends: contextlib.ExitStack = request.scope[_ENDS]
+        ends: contextlib.ExitStack = request.scope[ENDS]
         ends.enter_context(client.admitted(tokens))
         self._metrics.admitted(client.name, tokens)
-        request.scope[_CLIENT] = client.name
+        request.scope[CLIENT] = client.name
 
     def _check_whole(self, body: bytes, value: dict[str, Any]) -> tuple[int, bool]:
         """Return the prompt's number of tokens, and True if a worker may compute the prompt."""
@@ -318,69 +314,6 @@ class Service:
         if is_too_large:
             raise Refusal(413, f"the body is larger than {most} bytes")
         return bytes(body)
-
-
-class _Entry:
-    """Limits how many requests are in progress, and ends what each has entered, after its response.
-
-    It counts responses with an error. When the server ends before a response, its client is sent an error.
-    """
-
-    def __init__(self, app: ASGIApp, service: Service, metrics: Metrics, settings: ControllerConfig) -> None:
-        self._app, self._service, self._metrics, self._most = app, service, metrics, settings.max_connections
-        self._running = 0
-        why = f"the controller ends, and the answer took longer than inference.controller.drain_s={settings.drain_s:g}"
-        self._ending = Refusal(503, f"{why}; send the request again", retry_after_s=RETRY_S)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _PROBES:
-            await self._app(scope, receive, send)
-            return
-        if self._running >= self._most:
-            why = f"{self._most} requests are in progress (inference.controller.max_connections); retry in 1 s"
-            response = await self._service.refused(Request(scope), Refusal(503, why, retry_after_s=1))
-            self._metrics.refused(503)
-            await response(scope, receive, send)
-            return
-        self._running += 1
-        sent, error = list[Message](), 0
-
-        def fail(status: int) -> None:
-            nonlocal error
-            error = status
-            self._metrics.refused(status)
-
-        async def send_noted(message: Message) -> None:
-            if message.get("status", 0) >= HTTPStatus.BAD_REQUEST:
-                fail(message["status"])
-            if message["type"] == "http.response.body" and not message.get("more_body"):
-                await send({**message, "more_body": True})
-                # This one waits until the client has read most of the body.
-                message = {"type": "http.response.body", "more_body": False}
-            await send(message)
-            sent[1:] = [message]  # the first and the last
-
-        try:
-            with contextlib.ExitStack() as scope[_ENDS]:  # `Client.admitted`
-                await self._app(scope, receive, send_noted)
-            is_sent = bool(sent) and not sent[-1].get("more_body", True)
-            if not error and (status := scope.get(STREAM_ERROR) or (0 if is_sent else CLIENT_GONE)):
-                fail(status)
-        except asyncio.CancelledError:  # the server ends
-            if not sent:
-                response = await self._service.refused(Request(scope), self._ending)
-                await response(scope, receive, send_noted)
-            elif not error and sent[-1].get("more_body", True):
-                fail(self._ending.status)
-                if b"content-length" not in dict(sent[0]["headers"]):  # a stream
-                    await send({"type": "http.response.body", "body": last_event(self._ending.answer)})
-        except Exception:
-            fail(HTTPStatus.INTERNAL_SERVER_ERROR)
-            raise
-        finally:
-            self._running -= 1
-            if _CLIENT in scope:
-                self._metrics.ended(scope[_CLIENT], error)
 
 
 def _disconnection() -> Refusal:
