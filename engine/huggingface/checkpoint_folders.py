@@ -19,12 +19,14 @@ log = logging.getLogger(__name__)
 
 
 def last_whole(output_dir: str) -> str:
-    """Return the newest of the Trainer's checkpoints in ``output_dir`` that is complete.
+    """Return the Trainer's checkpoint after the most steps in ``output_dir`` that is complete.
 
     Raises:
         ValueError: no checkpoint is complete.
     """
-    for folder in sorted(Path(output_dir).glob("checkpoint-*"), key=lambda f: f.stat().st_mtime, reverse=True):
+    steps = (found.name.removeprefix("checkpoint-") for found in Path(output_dir).glob("checkpoint-*"))
+    for step in sorted(map(int, filter(str.isdecimal, steps)), reverse=True):
+        folder = Path(output_dir) / f"checkpoint-{step}"
         if not (damage := _damage(folder)):
             return str(folder)
         log.warning("skipped %s: %s", folder, damage)
@@ -32,7 +34,7 @@ def last_whole(output_dir: str) -> str:
 
 
 def whole_checkpoint(chosen: str | bool, output_dir: str) -> str:
-    """Return the checkpoint to resume from: the folder ``chosen``, or the newest for True.
+    """Return the checkpoint to resume from: the folder ``chosen``, or the last for True.
 
     Raises:
         ValueError: it is not complete, or none is.
@@ -41,7 +43,7 @@ def whole_checkpoint(chosen: str | bool, output_dir: str) -> str:
         return last_whole(output_dir)
     if damage := _damage(Path(str(chosen))):
         raise ValueError(
-            f"resume_from_checkpoint={chosen}: {damage}; give a checkpoint-N of WeftTrainer, or True for the newest"
+            f"resume_from_checkpoint={chosen}: {damage}; give a checkpoint-N of WeftTrainer, or True for the last"
         )
     return str(chosen)
 

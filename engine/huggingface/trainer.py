@@ -207,7 +207,7 @@ class WeftTrainer(Trainer):
         return engine, train_dataloader
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer does. ``resume_from_checkpoint=True`` resumes the newest complete checkpoint.
+        """Train as the Trainer does. ``resume_from_checkpoint=True`` resumes the last complete checkpoint.
 
         Raises:
             ValueError: this trainer has trained before, or there is no checkpoint to resume from.

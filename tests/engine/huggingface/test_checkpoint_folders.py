@@ -19,11 +19,11 @@ from weft.engine.huggingface.checkpoint_folders import (
 
 
 def write(output, step):
-    """A whole checkpoint of the Trainer after ``step``, written at that time."""
+    """A whole checkpoint of the Trainer after ``step``, whose folder was copied the later the smaller ``step`` is."""
     folder = output / f"checkpoint-{step}"
     save(folder / ENGINE_STATE, step, [Piece.whole("weight/a", torch.ones(3))], {LATEST: True})
     TrainerState().save_to_json(str(folder / TRAINER_STATE))
-    os.utime(folder, (step, step))
+    os.utime(folder, (-step, -step))
     return folder
 
 
@@ -44,10 +44,10 @@ def damage_the_engines_state(folder):
 def test_the_last_whole_checkpoint_is_resumed_from(tmp_path, harm):
     folders = {step: write(tmp_path, step) for step in (9, 10, 2)}
     (tmp_path / "runs").mkdir()
+    (tmp_path / "checkpoint-best").mkdir()
     for step in (10, 9, 2):
         assert last_whole(str(tmp_path)) == str(folders[step]) == whole_checkpoint(str(folders[step]), "")
         harm(folders[step])
-        os.utime(folders[step], (step, step))
     with pytest.raises(ValueError, match="no whole checkpoint in output_dir"):
         last_whole(str(tmp_path))
 
