@@ -35,7 +35,7 @@ class ServerResponse:
 
     @property
     def is_success(self) -> bool:
-        """True if the server has done what was asked."""
+        """True if the status is one of success."""
         return 200 <= self.status < 300
 
     @property
@@ -108,17 +108,10 @@ class Servers:
         return _Arriving(response)
 
     async def ask(
-        self,
-        method: str,
-        url: str,
-        content: bytes = b"",
-        headers: Mapping[str, str] | None = None,
-        *,
-        connect_s: float | None = None,
-        total_s: float | None = None,
+        self, method: str, url: str, content: bytes = b"", headers: Mapping[str, str] | None = None, **limits_s: float
     ) -> ServerResponse:
-        """Send a request, and return the response, whose content has been read. Raises Lost."""
-        return await (await self.open(method, url, content, headers, connect_s=connect_s, total_s=total_s)).read()
+        """Send a request as `open` does, and return the response, whose content has been read. Raises Lost."""
+        return await (await self.open(method, url, content, headers, **limits_s)).read()
 
 
 class _Arriving(ServerResponse):
